@@ -1,0 +1,1 @@
+"""Load generation, measurements, reports. May import `llm`, `config`; talks HTTP otherwise."""

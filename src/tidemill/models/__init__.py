@@ -1,0 +1,4 @@
+"""The decoder, family mappings, weight loading (safetensors, GGUF, dummy).
+
+May import `ops`, `config`.
+"""

@@ -1,0 +1,99 @@
+"""The decoder: one forward pass for every family.
+
+A family is a mapping from its configuration and tensor names onto `DecoderConfig` and
+`DecoderWeights` (see `families.py`), not a copy of this file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from tidemill.ops.backend import AttentionSpec, Backend, Batch, Weight
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary embedding. `kind`: default, linear, dynamic, llama3 or yarn; `params` as in the
+    Hugging Face configuration's `rope_scaling`."""
+
+    theta: float = 10000.0
+    kind: str = "default"
+    params: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderConfig:
+    family: str
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    norm_eps: float
+    max_position: int
+    rope: RopeConfig = RopeConfig()
+    activation: str = "silu"
+    tie_embeddings: bool = False
+    window: int | None = None
+    embedding_scale: float = 1.0
+
+    def attention(self, layer: int) -> AttentionSpec:
+        return AttentionSpec(
+            self.heads, self.kv_heads, self.head_dim, self.head_dim**-0.5, self.window
+        )
+
+
+@dataclass(slots=True)
+class LayerWeights:
+    attn_norm: Tensor
+    qkv: Weight
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    o: Weight
+    o_bias: Tensor | None
+    mlp_norm: Tensor
+    gate_up: Weight
+    down: Weight
+
+
+@dataclass(slots=True)
+class DecoderWeights:
+    embedding: Weight
+    layers: list[LayerWeights]
+    final_norm: Tensor
+    head: Weight  # the embedding itself when tied
+
+
+class Decoder:
+    """Weights and configuration, ready to run on one backend."""
+
+    def __init__(
+        self, config: DecoderConfig, weights: DecoderWeights, backend: Backend, rope: Tensor
+    ) -> None:
+        self.config = config
+        self.weights = weights
+        self.ops = backend
+        self.rope = rope  # float32[max_len, head_dim]
+
+    def forward(self, batch: Batch, kv: Any) -> Tensor:
+        """Logits float32[S, V] of `batch.logit_tokens`. Writes the KV of every token."""
+        config, weights, ops = self.config, self.weights, self.ops
+        eps = config.norm_eps
+        x = ops.embed(batch.ids, weights.embedding, config.embedding_scale)
+        for index, layer in enumerate(weights.layers):
+            spec = config.attention(index)
+            qkv = ops.norm_linear(x, layer.attn_norm, eps, layer.qkv, layer.qkv_bias)
+            q = ops.rope_write(
+                qkv, batch, self.rope, spec, kv[index], layer.q_norm, layer.k_norm, eps
+            )
+            attended = ops.attention(q, batch, spec, kv[index])
+            x = ops.linear_residual(attended, layer.o, layer.o_bias, x)
+            hidden = ops.gated_mlp_in(x, layer.mlp_norm, eps, layer.gate_up, config.activation)
+            x = ops.linear_residual(hidden, layer.down, None, x)
+        return ops.logits(x, batch.logit_tokens, weights.final_norm, eps, weights.head)
