@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -95,6 +96,13 @@ class Backend(Protocol):
 
     def copy_pages(self, kv: Any, copies: Tensor) -> None:
         """copies: int32[N, 3] (source page, destination page, tokens), all layers."""
+
+    def graph(self, forward: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
+        """The same function, as fast as this backend can launch it (recorded once and replayed:
+        a CUDA graph on GPUs, a native operator program on CPUs). Default: `forward` itself.
+
+        Recording happens on first use; what varies from step to step must come from the Batch.
+        """
 
     def embed(self, ids: Tensor, weight: Weight, scale: float) -> Tensor:
         """-> residual stream [T, H]."""

@@ -5,6 +5,7 @@ This is the oracle that all other backends are tested against, and what `--dtype
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -57,6 +58,9 @@ class ReferenceBackend:
     def copy_pages(self, kv: Tensor, copies: Tensor) -> None:
         for source, target, count in copies.tolist():
             kv[:, :, target, :count] = kv[:, :, source, :count]
+
+    def graph(self, forward: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
+        return forward
 
     def embed(self, ids: Tensor, weight: DenseWeight, scale: float) -> Tensor:
         return weight.data[ids.long()] * scale
