@@ -1,0 +1,8 @@
+"""Errors that a user can mend: their text is one line that says what to do."""
+
+from __future__ import annotations
+
+
+class EngineError(RuntimeError):
+    """The engine cannot start or go on as configured. The command line prints the message and
+    exits with 1; a child process reports it as fatal."""
