@@ -21,7 +21,10 @@ from tidemill.bench.report import Repetition, RequestRecord
 from tidemill.bench.workloads import BenchRequest, Workload
 
 # Common short words; about one token each in most vocabularies.
-_WORDS = ["time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school", "state", "family"]
+_WORDS = (
+    "time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world",
+    "school", "state", "family",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
