@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -46,16 +47,23 @@ def tidemill(model: str, *flags: str) -> Iterator[Running]:
 def llama_cpp(
     binary: Path, model: str, slots: int, context: int, threads: int
 ) -> Iterator[Running]:
-    """llama.cpp's server; `context` is tokens per slot."""
+    """llama.cpp's server; `context` is tokens per slot.
+
+    `--no-repack`: where the processor has AMX, build 11434 ends with an illegal instruction in
+    its AMX kernel for Q4_1 otherwise; for Q4_1 there is nothing else to repack.
+    """
     port = free_port()
     command = [
         str(binary),
         *("-m", model, "--host", "127.0.0.1", "--port", str(port)),
         *("-np", str(slots), "-c", str(slots * context), "-t", str(threads)),
-        *("-tb", str(threads), "--no-webui", "--log-disable"),
+        *("-tb", str(threads), "--no-webui", "--log-disable", "--no-repack"),
     ]
-    with _serve(f"llama.cpp, {slots} slot{'s' * (slots > 1)}", command, port) as running:
-        yield running
+    name = f"llama.cpp, {slots} slot{'s' * (slots > 1)}"
+    with _library_names(binary.parent) as libraries:
+        environment = os.environ | {"LD_LIBRARY_PATH": libraries}
+        with _serve(name, command, port, environment) as running:
+            yield running
 
 
 def find_llama_server() -> Path | None:
@@ -69,9 +77,25 @@ def find_llama_server() -> Path | None:
 
 
 @contextlib.contextmanager
-def _serve(name: str, command: list[str], port: int) -> Iterator[Running]:
+def _library_names(folder: Path) -> Iterator[str]:
+    """A folder where the libraries have the names that the loader looks for: wheels cannot hold
+    symbolic links, so the package ships `libx.so.0.1.0` without `libx.so.0`."""
+    with tempfile.TemporaryDirectory() as links:
+        for library in folder.glob("*.so.*"):
+            parts = library.name.split(".")
+            for count in range(2, len(parts)):
+                link = Path(links, ".".join(parts[:count]))
+                if not link.exists():
+                    link.symlink_to(library)
+        yield links
+
+
+@contextlib.contextmanager
+def _serve(
+    name: str, command: list[str], port: int, environment: dict[str, str] | None = None
+) -> Iterator[Running]:
     start = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
     try:
         while True:
             if process.poll() is not None:
