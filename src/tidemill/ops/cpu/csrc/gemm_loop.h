@@ -1,0 +1,175 @@
+// The blocked loop of the many-row GEMM, for every instruction set.
+//
+//   for each group of panel pairs that fits in L2 (threads own disjoint pairs)
+//     for each block of k
+//       unpack the group's weights once into operand tiles             (gemm_unpack.h)
+//       for each block of rows of x
+//         for each pair of panels in the group
+//           multiply: rows × 32 outputs, kept in registers over the block of k
+//           after the last block of k: epilogue
+//
+// So packed weights are read from memory and unpacked once per call, whatever the number of rows
+// (up to kRowsAtOnce), rows of x come from L2 or L3 once per group, and outputs are written once.
+//
+// `Kernel` is what an instruction set brings:
+//   Operand                  element of the operands: bf16 (in pairs along k) or float
+//   kRows                    rows of the largest register block
+//   block_rows(left)         how many rows to take next when `left` remain
+//   rows_of(x, ldx, rows, k, scratch) -> Rows<Operand>: rows of x as operands
+//   multiply(a, rows, b0, b1, k, c, accumulate): c[rows][32] (+)= a[rows][k] · (b0 | b1)
+#pragma once
+
+#include "gemm_unpack.h"
+#include "gemm_vector.h"
+
+namespace tidemill {
+namespace {
+
+template <class Operand>
+struct Rows {
+  const Operand* at;
+  ptrdiff_t stride;
+};
+
+struct Range {
+  int64_t begin, end;
+};
+
+// Part `index` of `parts` of [0, count), sizes differing by at most one.
+inline Range part(int64_t count, int index, int parts) {
+  return {count * index / parts, count * (index + 1) / parts};
+}
+
+// The next block of rows when `left` remain: as few blocks as can be, of nearly equal sizes.
+inline int even_block(int64_t left, int most) {
+  const int64_t blocks = (left + most - 1) / most;
+  return static_cast<int>((left + blocks - 1) / blocks);
+}
+
+// Calls body(std::integral_constant<int, rows>): register blocks need their size at compile time.
+template <int kMost, class Body>
+TIDEMILL_INLINE void with_rows(int rows, Body body) {
+  if constexpr (kMost > 1) {
+    if (rows < kMost) return with_rows<kMost - 1>(rows, body);
+  }
+  body(std::integral_constant<int, kMost>{});
+}
+
+// bf16 rows as float rows, at a stride that keeps them off each other's cache sets.
+inline Rows<float> widen(const uint16_t* x, ptrdiff_t stride, int rows, int64_t k, float* scratch) {
+  const int64_t wide_stride = k + kLanes;
+  for (int r = 0; r < rows; ++r) {
+    for (int64_t i = 0; i < k; i += kLanes) {
+      store(scratch + r * wide_stride + i, from_bf16(load<u16>(x + r * stride + i)));
+    }
+  }
+  return {scratch, wide_stride};
+}
+
+// Bias, activation, conversion and store of c[rows][32], the outputs of one pair of panels.
+inline void finish(const Gemm& g, int64_t row, int rows, int64_t pair, const float* c) {
+  if (g.output == Gemm::Output::gated) {
+    const int64_t column = pair * kPanelRows;
+    const int64_t features = g.weight->rows / 2;
+    f32 gate_bias{}, up_bias{};
+    if (g.bias != nullptr) {
+      gate_bias = load<f32>(g.bias + column);
+      up_bias = load<f32>(g.bias + features + column);
+    }
+    auto* out = static_cast<uint16_t*>(g.out) + row * g.out_stride + column;
+    for (int r = 0; r < rows; ++r, c += 2 * kLanes, out += g.out_stride) {
+      const f32 gate = load<f32>(c) + gate_bias;
+      const f32 up = load<f32>(c + kLanes) + up_bias;
+      const f32 active = g.activation == Activation::silu ? silu(gate) : gelu_tanh(gate);
+      store(out, to_bf16(active * up));
+    }
+    return;
+  }
+  for (int half = 0; half < 2; ++half, c += kLanes) {
+    const int64_t column = pair * 2 * kPanelRows + half * kPanelRows;
+    const int64_t width = std::min<int64_t>(kLanes, g.weight->rows - column);
+    if (width <= 0) return;
+    const f32 bias = g.bias != nullptr ? load_first<f32>(g.bias + column, width) : f32{};
+    const int64_t at = row * g.out_stride + column;
+    for (int r = 0; r < rows; ++r) {
+      f32 value = load<f32>(c + r * 2 * kLanes) + bias;
+      const int64_t here = at + r * g.out_stride;
+      if (g.output == Gemm::Output::bf16) {
+        store_first(static_cast<uint16_t*>(g.out) + here, to_bf16(value), width);
+        continue;
+      }
+      float* out = static_cast<float*>(g.out) + here;
+      if (g.output == Gemm::Output::add_f32) value += load_first<f32>(out, width);
+      store_first(out, value, width);
+    }
+  }
+}
+
+template <class Kernel>
+void gemm_part(const Gemm& g, int thread, int threads, void* scratch) {
+  using Operand = typename Kernel::Operand;
+  constexpr int64_t kRowsAtOnce = 2048;
+  constexpr int64_t kGroupBytes = 384 << 10;
+  constexpr int64_t kBlockK = 4096 / sizeof(Operand);
+
+  const PackedWeight& w = *g.weight;
+  const bool gated = g.output == Gemm::Output::gated;
+  const int64_t panels = (w.rows + kPanelRows - 1) / kPanelRows;
+  const int64_t pairs = (panels + 1) / 2;
+
+  // Threads split the panels first, since each panel is unpacked by whoever owns it; only with
+  // more threads than pairs are the rows of x split too.
+  const int across = static_cast<int>(std::min<int64_t>(threads, pairs));
+  const int down = static_cast<int>(std::clamp<int64_t>(g.rows / Kernel::kRows, 1, threads / across));
+  if (thread >= across * down) return;
+  const Range mine = part(pairs, thread % across, across);
+  const Range rows = part(g.rows, thread / across, down);
+
+  const int64_t k_blocks = (w.columns + kBlockK - 1) / kBlockK;
+  const int64_t k_step = (w.columns / kBlockColumns + k_blocks - 1) / k_blocks * kBlockColumns;
+  const int64_t tile_elements = kPanelRows * k_step;  // one panel's share of a block of k
+  const int64_t group = std::max<int64_t>(
+      1, kGroupBytes / (2 * tile_elements * static_cast<int64_t>(sizeof(Operand))));
+
+  Arena arena(scratch);
+  auto* tiles = arena.take<Operand>(group * 2 * tile_elements);
+  auto* narrow_rows = arena.take<Operand>(Kernel::kRows * (k_step + kLanes));
+  // One register block's outputs, or with several blocks of k all partial sums of the group.
+  const bool partial = k_blocks > 1;
+  auto* sums = arena.take<float>((partial ? std::min(kRowsAtOnce, g.rows) * group : Kernel::kRows) *
+                                 2 * kLanes);
+
+  Kernel kernel;
+  for (int64_t row0 = rows.begin; row0 < rows.end; row0 += kRowsAtOnce) {
+    const int64_t row_end = std::min(rows.end, row0 + kRowsAtOnce);
+    for (int64_t pair0 = mine.begin; pair0 < mine.end; pair0 += group) {
+      const int64_t pair_end = std::min(mine.end, pair0 + group);
+      for (int64_t k0 = 0; k0 < w.columns; k0 += k_step) {
+        const int64_t k = std::min(k_step, w.columns - k0);
+        for (int64_t pair = pair0; pair < pair_end; ++pair) {
+          Operand* to = tiles + (pair - pair0) * 2 * tile_elements;
+          const int64_t first = gated ? pair : 2 * pair;
+          const int64_t second = gated ? pair + panels / 2 : 2 * pair + 1;
+          unpack(w, first, k0, k, to);
+          if (second < panels) unpack(w, second, k0, k, to + tile_elements);
+        }
+        int64_t row = row0;
+        for (int count; row < row_end; row += count) {
+          count = Kernel::block_rows(row_end - row);
+          const Rows<Operand> a =
+              Kernel::rows_of(g.x + row * g.x_stride + k0, g.x_stride, count, k, narrow_rows);
+          for (int64_t pair = pair0; pair < pair_end; ++pair) {
+            const Operand* b = tiles + (pair - pair0) * 2 * tile_elements;
+            float* c = partial ? sums + ((row - row0) * group + (pair - pair0) * count) * 2 * kLanes
+                               : sums;
+            kernel.multiply(a, count, b, b + tile_elements, k, c, k0 > 0);
+            if (k0 + k == w.columns) finish(g, row, count, pair, c);
+          }
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace tidemill

@@ -1,0 +1,67 @@
+// From packed panels to operand tiles: for each 32 of k, 16 columns (the panel's output rows) by
+// 32 of k. As float: [k][16]. As bf16: [k / 2][16][2], what AMX and vdpbf16ps take.
+#pragma once
+
+#include "gemm_vector.h"
+#include "packed.h"
+
+namespace tidemill {
+namespace {
+
+TIDEMILL_INLINE f32 from_f16(const void* at) {
+#ifdef TIDEMILL_AVX512
+  return (f32)_mm512_cvtph_ps(load<__m256i>(at));
+#else
+  union {
+    __m256 half[2];
+    f32 all;
+  } wide;
+  wide.half[0] = _mm256_cvtph_ps(load<__m128i>(at));
+  wide.half[1] = _mm256_cvtph_ps(load<__m128i>(static_cast<const char*>(at) + 16));
+  return wide.all;
+#endif
+}
+
+// Values k = 2i and 2i + 1 of a tile.
+TIDEMILL_INLINE void put(float* tile, int pair, f32 even, f32 odd) {
+  store(tile + 2 * pair * kLanes, even);
+  store(tile + (2 * pair + 1) * kLanes, odd);
+}
+
+TIDEMILL_INLINE void put(uint16_t* tile, int pair, f32 even, f32 odd) {
+  store(tile + 2 * pair * kLanes, to_bf16_pairs(even, odd));
+}
+
+template <class Operand>
+inline void unpack(const PackedWeight& w, int64_t panel, int64_t k0, int64_t k, Operand* tile) {
+  const int64_t blocks = w.columns / kBlockColumns;
+  const int64_t size = block_bytes(w.format);
+  const uint8_t* at = w.data + (panel * blocks + k0 / kBlockColumns) * size;
+  for (int64_t block = 0; block < k / kBlockColumns; ++block, at += size, tile += 512) {
+    const f32 scale = from_f16(at), min = from_f16(at + 32);
+    const uint8_t* q = at + 64;
+    if (w.format == Format::u4) {
+      for (int v = 0; v < 4; ++v) {
+        const u32 bits = load<u32>(q + 64 * v);
+        // Nibbles become the upper mantissa bits of 1.0: a float 1 + q / 16 without a conversion.
+        const f32 s16 = scale * 16.0f, m16 = min - s16;
+        const auto value = [&](int i) {
+          const u32 up = i < 5 ? bits << (19 - 4*i > 0 ? 19 - 4*i : 0) : bits >> (4 * i - 19);
+          return (f32)((up & 0x780000u) | 0x3f800000u) * s16 + m16;
+        };
+        for (int p = 0; p < 4; ++p) put(tile, 4 * v + p, value(2 * p), value(2 * p + 1));
+      }
+    } else if (w.format == Format::u8) {
+      for (int v = 0; v < 8; ++v) {
+        const u32 bits = load<u32>(q + 64 * v);
+        const auto value = [&](int i) {
+          return __builtin_convertvector((i32)((bits >> (8 * i)) & 0xffu), f32) * scale + min;
+        };
+        for (int p = 0; p < 2; ++p) put(tile, 2 * v + p, value(2 * p), value(2 * p + 1));
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace tidemill
