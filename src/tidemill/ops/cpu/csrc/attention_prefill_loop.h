@@ -176,7 +176,7 @@ class QueryBlock {
                       const Operand* b, ptrdiff_t panel, int64_t k, float* c, bool accumulate) {
     for (int count; rows > 0; rows -= count) {
       count = Kernel::block_rows(rows);
-      kernel.multiply(Rows<Operand>{a, stride}, count, b, b + panel, k, c, accumulate);
+      kernel.multiply(Rows<Operand>{a, stride}, count, b, b + panel, k, c, accumulate, [] {});
       a += count * stride;
       c += count * kPairLanes;
     }

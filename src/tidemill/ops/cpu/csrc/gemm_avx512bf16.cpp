@@ -16,6 +16,8 @@ class Bf16Kernel {
  public:
   using Operand = uint16_t;
   static constexpr int kRows = 12;  // 24 sums, two panels and one broadcast fill 32 registers
+  static constexpr int64_t kGroupBytes = 384 << 10;  // of at least 1 MiB of L2
+  static constexpr int64_t kChunk = 2048;
 
   static int block_rows(int64_t left) { return even_block(left, kRows); }
 
@@ -23,8 +25,9 @@ class Bf16Kernel {
     return {x, stride};
   }
 
+  template <class Aside>
   void multiply(Rows<Operand> a, int rows, const Operand* b0, const Operand* b1, int64_t k,
-                float* c, bool accumulate) {
+                float* c, bool accumulate, Aside) {
     with_rows<kRows>(rows, [&](auto count) {
       constexpr int R = count;
       __m512 sums[R][2];

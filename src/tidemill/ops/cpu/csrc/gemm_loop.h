@@ -4,19 +4,22 @@
 //     for each block of k
 //       unpack the group's weights once into operand tiles             (gemm_unpack.h)
 //       for each block of rows of x
-//         for each pair of panels in the group
-//           multiply: rows × 32 outputs, kept in registers over the block of k
-//           after the last block of k: epilogue
+//         for each chunk of k for which these rows fit in L1
+//           for each pair of panels in the group
+//             multiply: rows × 32 outputs, kept in registers over the chunk
+//             after the last one: epilogue
 //
 // So packed weights are read from memory and unpacked once per call, whatever the number of rows
-// (up to kRowsAtOnce), rows of x come from L2 or L3 once per group, and outputs are written once.
+// (up to kRowsAtOnce); rows of x come from L2 or L3 once per group; outputs are written once.
 //
 // `Kernel` is what an instruction set brings:
 //   Operand                  element of the operands: bf16 (in pairs along k) or float
 //   kRows                    rows of the largest register block
+//   kGroupBytes, kChunk      the group's size in L2, the chunk's columns
 //   block_rows(left)         how many rows to take next when `left` remain
 //   rows_of(x, ldx, rows, k, scratch) -> Rows<Operand>: rows of x as operands
-//   multiply(a, rows, b0, b1, k, c, accumulate): c[rows][32] (+)= a[rows][k] · (b0 | b1)
+//   multiply(a, rows, b0, b1, k, c, accumulate, aside): c[rows][32] (+)= a[rows][k] · (b0 | b1);
+//                            may call aside() now and then for other work to overlap
 #pragma once
 
 #include "gemm_unpack.h"
@@ -44,6 +47,12 @@ inline Range part(int64_t count, int index, int parts) {
 inline int even_block(int64_t left, int most) {
   const int64_t blocks = (left + most - 1) / most;
   return static_cast<int>((left + blocks - 1) / blocks);
+}
+
+// The same for columns, in whole blocks.
+inline int64_t even_step(int64_t columns, int64_t most) {
+  const int64_t steps = (columns + most - 1) / most;
+  return (columns / kBlockColumns + steps - 1) / steps * kBlockColumns;
 }
 
 // Calls body(std::integral_constant<int, rows>): register blocks need their size at compile time.
@@ -105,11 +114,40 @@ inline void finish(const Gemm& g, int64_t row, int rows, int64_t pair, const flo
   }
 }
 
+// A finished block of sums whose epilogue has yet to run. Kernels whose arithmetic runs beside the
+// vector units (AMX) take it two rows at a time between their own steps, which hides it.
+class PendingBlock {
+ public:
+  explicit PendingBlock(const Gemm& g) : g_(g) {}
+
+  void set(int64_t row, int rows, int64_t pair, const float* c) {
+    finish_rows(left_);
+    row_ = row, left_ = rows, pair_ = pair, c_ = c;
+  }
+
+  void step() {
+    if (left_ > 0) finish_rows(std::min(left_, 2));
+  }
+
+  void drain() { finish_rows(left_); }
+
+ private:
+  void finish_rows(int rows) {
+    if (rows == 0) return;
+    finish(g_, row_, rows, pair_, c_);
+    row_ += rows, left_ -= rows, c_ += rows * 2 * kLanes;
+  }
+
+  const Gemm& g_;
+  int64_t row_ = 0, pair_ = 0;
+  int left_ = 0;
+  const float* c_ = nullptr;
+};
+
 template <class Kernel>
 void gemm_part(const Gemm& g, int thread, int threads, void* scratch) {
   using Operand = typename Kernel::Operand;
   constexpr int64_t kRowsAtOnce = 2048;
-  constexpr int64_t kGroupBytes = 384 << 10;
   constexpr int64_t kBlockK = 4096 / sizeof(Operand);
 
   const PackedWeight& w = *g.weight;
@@ -125,47 +163,57 @@ void gemm_part(const Gemm& g, int thread, int threads, void* scratch) {
   const Range mine = part(pairs, thread % across, across);
   const Range rows = part(g.rows, thread / across, down);
 
-  const int64_t k_blocks = (w.columns + kBlockK - 1) / kBlockK;
-  const int64_t k_step = (w.columns / kBlockColumns + k_blocks - 1) / k_blocks * kBlockColumns;
-  const int64_t tile_elements = kPanelRows * k_step;  // one panel's share of a block of k
-  const int64_t group = std::max<int64_t>(
-      1, kGroupBytes / (2 * tile_elements * static_cast<int64_t>(sizeof(Operand))));
+  const int64_t k_step = even_step(w.columns, kBlockK);
+  const int64_t panel_size = kPanelRows * k_step;  // elements of one panel's block of k
+  const int64_t pair_size = 2 * panel_size;
+  const int64_t group = std::clamp<int64_t>(
+      Kernel::kGroupBytes / (pair_size * static_cast<int64_t>(sizeof(Operand))), 1,
+      mine.end - mine.begin);
 
   Arena arena(scratch);
-  auto* tiles = arena.take<Operand>(group * 2 * tile_elements);
-  auto* narrow_rows = arena.take<Operand>(Kernel::kRows * (k_step + kLanes));
-  // One register block's outputs, or with several blocks of k all partial sums of the group.
-  const bool partial = k_blocks > 1;
-  auto* sums = arena.take<float>((partial ? std::min(kRowsAtOnce, g.rows) * group : Kernel::kRows) *
-                                 2 * kLanes);
+  auto* tiles = arena.take<Operand>(group * pair_size);
+  auto* row_scratch = arena.take<Operand>(Kernel::kRows * (k_step + kLanes));
+  // Sums of all rows when they wait for another block of k, else of two register blocks of rows:
+  // the epilogue of one runs while the other is computed.
+  const bool partial = k_step < w.columns;
+  const int64_t row_sums = group * 2 * kLanes;
+  auto* sums = arena.take<float>(
+      (partial ? std::min(kRowsAtOnce, rows.end - rows.begin) : 2 * Kernel::kRows) * row_sums);
 
   Kernel kernel;
+  PendingBlock pending(g);
   for (int64_t row0 = rows.begin; row0 < rows.end; row0 += kRowsAtOnce) {
     const int64_t row_end = std::min(rows.end, row0 + kRowsAtOnce);
     for (int64_t pair0 = mine.begin; pair0 < mine.end; pair0 += group) {
-      const int64_t pair_end = std::min(mine.end, pair0 + group);
+      const int64_t group_pairs = std::min(group, mine.end - pair0);
       for (int64_t k0 = 0; k0 < w.columns; k0 += k_step) {
         const int64_t k = std::min(k_step, w.columns - k0);
-        for (int64_t pair = pair0; pair < pair_end; ++pair) {
-          Operand* to = tiles + (pair - pair0) * 2 * tile_elements;
-          const int64_t first = gated ? pair : 2 * pair;
-          const int64_t second = gated ? pair + panels / 2 : 2 * pair + 1;
-          unpack(w, first, k0, k, to);
-          if (second < panels) unpack(w, second, k0, k, to + tile_elements);
+        for (int64_t i = 0; i < group_pairs; ++i) {
+          const int64_t first = gated ? pair0 + i : 2 * (pair0 + i);
+          const int64_t second = gated ? first + panels / 2 : first + 1;
+          unpack(w, first, k0, k, tiles + i * pair_size);
+          if (second < panels) unpack(w, second, k0, k, tiles + i * pair_size + panel_size);
         }
+        const int64_t chunk = even_step(k, Kernel::kChunk);
+        bool odd = false;
         int64_t row = row0;
-        for (int count; row < row_end; row += count) {
+        for (int count; row < row_end; row += count, odd = !odd) {
           count = Kernel::block_rows(row_end - row);
-          const Rows<Operand> a =
-              Kernel::rows_of(g.x + row * g.x_stride + k0, g.x_stride, count, k, narrow_rows);
-          for (int64_t pair = pair0; pair < pair_end; ++pair) {
-            const Operand* b = tiles + (pair - pair0) * 2 * tile_elements;
-            float* c = partial ? sums + ((row - row0) * group + (pair - pair0) * count) * 2 * kLanes
-                               : sums;
-            kernel.multiply(a, count, b, b + tile_elements, k, c, k0 > 0);
-            if (k0 + k == w.columns) finish(g, row, count, pair, c);
+          Rows<Operand> a =
+              Kernel::rows_of(g.x + row * g.x_stride + k0, g.x_stride, count, k, row_scratch);
+          float* c = sums + (partial ? row - row0 : odd * Kernel::kRows) * row_sums;
+          for (int64_t at = 0; at < k; at += chunk, a.at += chunk) {
+            const int64_t depth = std::min(chunk, k - at);
+            for (int64_t i = 0; i < group_pairs; ++i) {
+              const Operand* b = tiles + i * pair_size + at * kPanelRows;
+              float* block = c + i * count * 2 * kLanes;
+              kernel.multiply(a, count, b, b + panel_size, depth, block, k0 + at > 0,
+                              [&] { pending.step(); });
+              if (k0 + at + depth == w.columns) pending.set(row, count, pair0 + i, block);
+            }
           }
         }
+        pending.drain();
       }
     }
   }
