@@ -15,7 +15,7 @@
 namespace tidemill {
 namespace {
 
-constexpr int kKeys = 128;         // keys of a block
+constexpr int kKeys = 64;         // keys of a block
 constexpr int kPairLanes = 2 * kLanes;
 constexpr float kHidden = -1e30f;  // finite, so that differences of hidden scores are no NaN
 
@@ -113,19 +113,21 @@ class QueryBlock {
   // keys_[key][depth] and values_[depth][key], zero beyond `count` and beyond head_dim.
   void load_keys(int first, int count) {
     const int padded = static_cast<int>(round_up(count, kBlockColumns));
+    ptrdiff_t offsets[kKeys];
+    for (int j = 0; j < count; ++j) offsets[j] = offset(first + j);
     for (int j = 0; j < padded; ++j) {
       Operand* to = keys_ + j * depth_;
-      const uint16_t* from = j < count ? at(a_.kv.k, first + j) : nullptr;
       for (int d = 0; d < depth_; d += kDepth<Operand>) {
-        const bool present = from != nullptr && d < a_.head_dim;
-        store(to + d, present ? row_piece(from + d, a_.head_dim - d, Operand{}) : u32{});
+        const bool present = j < count && d < a_.head_dim;
+        const uint16_t* from = a_.kv.k + (present ? offsets[j] + d : 0);
+        store(to + d, present ? row_piece(from, a_.head_dim - d, Operand{}) : u32{});
       }
     }
     for (int j = 0; j < padded; j += kDepth<Operand>) {
       for (int d = 0; d < depth_; d += kLanes) {
         u32 rows[kLanes] = {};
         if (d < a_.head_dim) {
-          for (int i = 0; i < kLanes; ++i) rows[i] = value_piece(first, count, j, i, d, Operand{});
+          for (int i = 0; i < kLanes; ++i) rows[i] = value_piece(a_.kv.v + d, offsets, count, j, i, Operand{});
           transpose(rows);
         }
         for (int i = 0; i < kLanes; ++i) store(values_ + (d + i) * kKeys + j, rows[i]);
@@ -133,24 +135,24 @@ class QueryBlock {
     }
   }
 
-  const uint16_t* at(const uint16_t* pool, int token) const {
+  ptrdiff_t offset(int token) const {
     const KvPages& kv = a_.kv;
-    return pool + table_[token / kv.page_size] * kv.page_stride +
+    return table_[token / kv.page_size] * kv.page_stride +
            token % kv.page_size * kv.token_stride + head_ * kv.head_stride;
   }
 
-  // 16 of d for token j + i, or for the pair of tokens j + 2i and j + 2i + 1.
-  u32 value_piece(int first, int count, int j, int i, int d, float) const {
-    if (j + i >= count) return u32{};
-    return (u32)from_bf16(load<u16>(at(a_.kv.v, first + j + i) + d));
+  // 16 values of token j + i, or of the pair of tokens j + 2i and j + 2i + 1.
+  static u32 value_piece(const uint16_t* v, const ptrdiff_t* offsets, int count, int j, int i,
+                         float) {
+    return j + i < count ? (u32)from_bf16(load<u16>(v + offsets[j + i])) : u32{};
   }
 
-  u32 value_piece(int first, int count, int j, int i, int d, uint16_t) const {
+  static u32 value_piece(const uint16_t* v, const ptrdiff_t* offsets, int count, int j, int i,
+                         uint16_t) {
     j += 2 * i;
     if (j >= count) return u32{};
-    u32 piece = __builtin_convertvector(load<u16>(at(a_.kv.v, first + j) + d), u32);
-    if (j + 1 < count) piece |= (u32)from_bf16(load<u16>(at(a_.kv.v, first + j + 1) + d));
-    return piece;
+    const u32 even = __builtin_convertvector(load<u16>(v + offsets[j]), u32);
+    return j + 1 < count ? even | (u32)from_bf16(load<u16>(v + offsets[j + 1])) : even;
   }
 
   // One block of keys for 32 queries.
@@ -228,8 +230,8 @@ class QueryBlock {
     Operand* weights = weights_ + half * kKeys * kLanes;
     f32 odd_sum{};
     for (int j = 0; j < count; j += 2) {
-      const f32 even = exp2(load<f32>(scores + j * kPairLanes) * scale - old_most);
-      const f32 odd = exp2(load<f32>(scores + (j + 1) * kPairLanes) * scale - old_most);
+      const f32 even = exp2_for_bf16(load<f32>(scores + j * kPairLanes) * scale - old_most);
+      const f32 odd = exp2_for_bf16(load<f32>(scores + (j + 1) * kPairLanes) * scale - old_most);
       sum += even;
       odd_sum += odd;
       put(weights, j / 2, even, odd);
@@ -269,7 +271,7 @@ class QueryBlock {
 template <class Kernel>
 void attention_prefill_part(const PrefillAttention& a, int thread, int threads, void* scratch) {
   const int group = a.heads / a.kv_heads;
-  const int tokens = std::clamp(192 / group / kLanes * kLanes, kLanes, 64);
+  const int tokens = std::clamp(384 / group / kLanes * kLanes, kLanes, 128);
   Kernel kernel;
   int task = 0;
   for (int row = a.first_row; row < a.end_row; ++row) {

@@ -127,18 +127,30 @@ TIDEMILL_INLINE f32 reciprocal(f32 x) {
   return guess * (2.0f - x * guess);
 }
 
+constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+
 // 2^x to 2e-7 relative, for x clamped to [-126, 127].
 TIDEMILL_INLINE f32 exp2(f32 x) {
-  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
   x = min(max(x, splat(-126.0f)), splat(127.0f));
   const f32 rounded = x + kRound;
   const f32 f = x - (rounded - kRound);  // [-0.5, 0.5]
-  f32 p = splat(1.3398874e-3f);
-  p = p * f + 9.6184373e-3f;
-  p = p * f + 5.5503324e-2f;
-  p = p * f + 2.4022648e-1f;
-  p = p * f + 6.9314720e-1f;
+  f32 p = f * 1.3276475e-3f + 9.6755433e-3f;
+  p = p * f + 5.5507132e-2f;
+  p = p * f + 2.4022120e-1f;
+  p = p * f + 6.9314697e-1f;
   p = p * f + 1.0f;
+  return (f32)((i32)p + ((i32)rounded << 23));
+}
+
+// 2^x to 8e-5 relative, a twentieth of bf16's rounding, for x at most 127 and clamped to -100:
+// products with what it gives stay clear of denormal numbers, which many CPUs handle slowly.
+TIDEMILL_INLINE f32 exp2_for_bf16(f32 x) {
+  x = max(x, splat(-100.0f));
+  const f32 rounded = x + kRound;
+  const f32 f = x - (rounded - kRound);
+  f32 p = f * 5.5171646e-2f + 2.4261112e-1f;
+  p = p * f + 6.9326099e-1f;
+  p = p * f + 9.9992807e-1f;
   return (f32)((i32)p + ((i32)rounded << 23));
 }
 
