@@ -39,6 +39,7 @@ using GemmFunction = void (*)(const Gemm& g, int thread, int threads, void* scra
 void gemm_amx(const Gemm&, int, int, void*);
 void gemm_avx512bf16(const Gemm&, int, int, void*);
 void gemm_avx512(const Gemm&, int, int, void*);
+void gemm_avx512vnni(const Gemm&, int, int, void*);
 void gemm_avx2(const Gemm&, int, int, void*);
 
 constexpr size_t kGemmScratchBytes = 4 << 20;

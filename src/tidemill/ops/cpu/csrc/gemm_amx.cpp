@@ -16,6 +16,9 @@ namespace {
 class AmxKernel {
  public:
   using Operand = uint16_t;
+  using RowOperand = uint16_t;
+  static constexpr int kTile = kPanelRows * kBlockColumns;
+  static constexpr int kRowTile = kBlockColumns;
   static constexpr int kRows = 32;
   static constexpr int64_t kGroupBytes = 768 << 10;  // of at least 2 MiB of L2
   static constexpr int64_t kChunk = 640;             // 32 rows: 40 of 48 KiB of L1
@@ -40,7 +43,6 @@ class AmxKernel {
     asm volatile("" ::: "memory");  // the tile loads below are not known to read memory
     constexpr ptrdiff_t kStrideC = 2 * kLanes * sizeof(float);
     constexpr ptrdiff_t kStrideB = 64;
-    constexpr int64_t kTile = 16 * 32;
     const ptrdiff_t stride_a = a.stride * sizeof(Operand);
     float* c_low = c + 16 * 2 * kLanes;
     if (rows <= 16) {

@@ -13,6 +13,9 @@ namespace {
 class Avx2Kernel {
  public:
   using Operand = float;
+  using RowOperand = float;
+  static constexpr int kTile = kPanelRows * kBlockColumns;
+  static constexpr int kRowTile = kBlockColumns;
   static constexpr int kRows = 6;  // 12 sums, one panel and one broadcast fill 16 registers
   static constexpr int64_t kGroupBytes = 384 << 10;  // of at least 1 MiB of L2
   static constexpr int64_t kChunk = 2048;

@@ -14,6 +14,9 @@ namespace {
 class Avx512Kernel {
  public:
   using Operand = float;
+  using RowOperand = float;
+  static constexpr int kTile = kPanelRows * kBlockColumns;
+  static constexpr int kRowTile = kBlockColumns;
   static constexpr int kRows = 12;  // 24 sums, two panels and one broadcast fill 32 registers
   static constexpr int64_t kGroupBytes = 384 << 10;  // of at least 1 MiB of L2
   static constexpr int64_t kChunk = 2048;

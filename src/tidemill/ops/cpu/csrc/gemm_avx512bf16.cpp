@@ -15,6 +15,9 @@ namespace {
 class Bf16Kernel {
  public:
   using Operand = uint16_t;
+  using RowOperand = uint16_t;
+  static constexpr int kTile = kPanelRows * kBlockColumns;
+  static constexpr int kRowTile = kBlockColumns;
   static constexpr int kRows = 12;  // 24 sums, two panels and one broadcast fill 32 registers
   static constexpr int64_t kGroupBytes = 384 << 10;  // of at least 1 MiB of L2
   static constexpr int64_t kChunk = 2048;

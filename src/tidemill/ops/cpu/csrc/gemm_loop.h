@@ -13,11 +13,12 @@
 // (up to kRowsAtOnce); rows of x come from L2 or L3 once per group; outputs are written once.
 //
 // `Kernel` is what an instruction set brings:
-//   Operand                  element of the operands: bf16 (in pairs along k) or float
+//   Operand, kTile           what an operand tile (32 of k × 16 columns) is made of, and how many
+//   RowOperand, kRowTile     the same for 32 of k of one row of x
 //   kRows                    rows of the largest register block
 //   kGroupBytes, kChunk      the group's size in L2, the chunk's columns
 //   block_rows(left)         how many rows to take next when `left` remain
-//   rows_of(x, ldx, rows, k, scratch) -> Rows<Operand>: rows of x as operands
+//   rows_of(x, ldx, rows, k, scratch) -> Rows<RowOperand>: rows of x as operands
 //   multiply(a, rows, b0, b1, k, c, accumulate, aside): c[rows][32] (+)= a[rows][k] · (b0 | b1);
 //                            may call aside() now and then for other work to overlap
 #pragma once
@@ -147,8 +148,9 @@ class PendingBlock {
 template <class Kernel>
 void gemm_part(const Gemm& g, int thread, int threads, void* scratch) {
   using Operand = typename Kernel::Operand;
+  using RowOperand = typename Kernel::RowOperand;
   constexpr int64_t kRowsAtOnce = 2048;
-  constexpr int64_t kBlockK = 4096 / sizeof(Operand);
+  constexpr int64_t kMaxBlockK = 2048;
 
   const PackedWeight& w = *g.weight;
   const bool gated = g.output == Gemm::Output::gated;
@@ -163,8 +165,8 @@ void gemm_part(const Gemm& g, int thread, int threads, void* scratch) {
   const Range mine = part(pairs, thread % across, across);
   const Range rows = part(g.rows, thread / across, down);
 
-  const int64_t k_step = even_step(w.columns, kBlockK);
-  const int64_t panel_size = kPanelRows * k_step;  // elements of one panel's block of k
+  const int64_t k_step = even_step(w.columns, kMaxBlockK);
+  const int64_t panel_size = k_step / kBlockColumns * Kernel::kTile;
   const int64_t pair_size = 2 * panel_size;
   const int64_t group = std::clamp<int64_t>(
       Kernel::kGroupBytes / (pair_size * static_cast<int64_t>(sizeof(Operand))), 1,
@@ -172,7 +174,7 @@ void gemm_part(const Gemm& g, int thread, int threads, void* scratch) {
 
   Arena arena(scratch);
   auto* tiles = arena.take<Operand>(group * pair_size);
-  auto* row_scratch = arena.take<Operand>(Kernel::kRows * (k_step + kLanes));
+  auto* row_scratch = arena.take<RowOperand>(Kernel::kRows * (k_step + kLanes));
   // Sums of all rows when they wait for another block of k, else of two register blocks of rows:
   // the epilogue of one runs while the other is computed.
   const bool partial = k_step < w.columns;
@@ -199,13 +201,14 @@ void gemm_part(const Gemm& g, int thread, int threads, void* scratch) {
         int64_t row = row0;
         for (int count; row < row_end; row += count, odd = !odd) {
           count = Kernel::block_rows(row_end - row);
-          Rows<Operand> a =
+          Rows<RowOperand> a =
               Kernel::rows_of(g.x + row * g.x_stride + k0, g.x_stride, count, k, row_scratch);
           float* c = sums + (partial ? row - row0 : odd * Kernel::kRows) * row_sums;
-          for (int64_t at = 0; at < k; at += chunk, a.at += chunk) {
+          for (int64_t at = 0; at < k; at += chunk, a.at += chunk / kBlockColumns * Kernel::kRowTile) {
             const int64_t depth = std::min(chunk, k - at);
             for (int64_t i = 0; i < group_pairs; ++i) {
-              const Operand* b = tiles + i * pair_size + at * kPanelRows;
+              const Operand* b =
+                  tiles + i * pair_size + at / kBlockColumns * Kernel::kTile;
               float* block = c + i * count * 2 * kLanes;
               kernel.multiply(a, count, b, b + panel_size, depth, block, k0 + at > 0,
                               [&] { pending.step(); });

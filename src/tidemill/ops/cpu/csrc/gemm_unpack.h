@@ -32,6 +32,31 @@ TIDEMILL_INLINE void put(uint16_t* tile, int pair, f32 even, f32 odd) {
   store(tile + 2 * pair * kLanes, to_bf16_pairs(even, odd));
 }
 
+// Bytes as they are, for integer arithmetic: value = scale * q + min.
+struct alignas(64) ByteTile {
+  uint8_t q[8][64];  // [k / 4][16 columns][4]
+  float scale[kPanelRows], min[kPanelRows];
+};
+
+inline void unpack(const PackedWeight& w, int64_t panel, int64_t k0, int64_t k, ByteTile* tile) {
+  const int64_t size = block_bytes(w.format);
+  const uint8_t* at = w.data + (panel * (w.columns / kBlockColumns) + k0 / kBlockColumns) * size;
+  for (int64_t block = 0; block < k / kBlockColumns; ++block, at += size, ++tile) {
+    store(tile->scale, from_f16(at));
+    store(tile->min, from_f16(at + 32));
+    const uint8_t* q = at + 64;
+    if (w.format == Format::u8) {
+      std::memcpy(tile->q, q, sizeof tile->q);
+    } else {
+      for (int v = 0; v < 4; ++v) {
+        const u32 bits = load<u32>(q + 64 * v);
+        store(tile->q[2 * v], bits & 0x0f0f0f0fu);
+        store(tile->q[2 * v + 1], (bits >> 4) & 0x0f0f0f0fu);
+      }
+    }
+  }
+}
+
 template <class Operand>
 inline void unpack(const PackedWeight& w, int64_t panel, int64_t k0, int64_t k, Operand* tile) {
   const int64_t blocks = w.columns / kBlockColumns;
@@ -46,7 +71,8 @@ inline void unpack(const PackedWeight& w, int64_t panel, int64_t k0, int64_t k, 
         // Nibbles become the upper mantissa bits of 1.0: a float 1 + q / 16 without a conversion.
         const f32 s16 = scale * 16.0f, m16 = min - s16;
         const auto value = [&](int i) {
-          const u32 up = i < 5 ? bits << (19 - 4*i > 0 ? 19 - 4*i : 0) : bits >> (4 * i - 19);
+          const int from = 8 * (i % 4) + 4 * (i / 4);  // k's first bit in each lane
+          const u32 up = from < 19 ? bits << (19 - from) : bits >> (from - 19);
           return (f32)((up & 0x780000u) | 0x3f800000u) * s16 + m16;
         };
         for (int p = 0; p < 4; ++p) put(tile, 4 * v + p, value(2 * p), value(2 * p + 1));

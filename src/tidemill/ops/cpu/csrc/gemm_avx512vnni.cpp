@@ -1,0 +1,94 @@
+// GEMM on quantized weights for CPUs with AVX-512 VNNI and no AMX: integer products of the packed
+// bytes with rows of x rounded to int8, each 32 of k with a scale of their own.
+#include "gemm.h"
+
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma,f16c")
+#define TIDEMILL_AVX512
+
+#include "gemm_loop.h"
+
+namespace tidemill {
+namespace {
+
+struct ByteRow {
+  int8_t q[kBlockColumns];
+  float scale, sum;  // sum: of the 32 values q * scale
+};
+
+class VnniKernel {
+ public:
+  using Operand = ByteTile;
+  using RowOperand = ByteRow;
+  static constexpr int kTile = 1;
+  static constexpr int kRowTile = 1;
+  static constexpr int kRows = 12;  // 12 sums, 8 vectors of weights, their scales and minima
+  static constexpr int64_t kGroupBytes = 384 << 10;  // of at least 1 MiB of L2
+  static constexpr int64_t kChunk = 2048;
+
+  static int block_rows(int64_t left) { return even_block(left, kRows); }
+
+  static Rows<ByteRow> rows_of(const uint16_t* x, ptrdiff_t stride, int rows, int64_t k,
+                               ByteRow* scratch) {
+    const int64_t blocks = k / kBlockColumns;
+    for (int r = 0; r < rows; ++r) {
+      for (int64_t i = 0; i < blocks; ++i) {
+        quantize(x + r * stride + i * kBlockColumns, scratch[r * blocks + i]);
+      }
+    }
+    return {scratch, blocks};
+  }
+
+  template <class Aside>
+  void multiply(Rows<ByteRow> a, int rows, const ByteTile* b0, const ByteTile* b1, int64_t k,
+                float* c, bool accumulate, Aside) {
+    with_rows<kRows>(rows, [&](auto count) {
+      constexpr int R = count;
+      for (const ByteTile* b : {b0, b1}) {
+        __m512 sums[R];
+        for (int r = 0; r < R; ++r) {
+          sums[r] = accumulate ? load<__m512>(c + 2 * r * kLanes) : __m512{};
+        }
+        for (int64_t i = 0; i < k / kBlockColumns; ++i, ++b) {
+          __m512i q[8];
+          for (int v = 0; v < 8; ++v) q[v] = load<__m512i>(b->q[v]);
+          const auto scale = load<__m512>(b->scale);
+          const auto min = load<__m512>(b->min);
+#pragma GCC unroll 12
+          for (int r = 0; r < R; ++r) {
+            const ByteRow& row = a.at[r * a.stride + i];
+            __m512i dot{};
+            for (int v = 0; v < 8; ++v) {
+              dot = _mm512_dpbusd_epi32(dot, q[v], _mm512_set1_epi32(load<int>(row.q + 4 * v)));
+            }
+            sums[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), scale * row.scale, sums[r]);
+            sums[r] = _mm512_fmadd_ps(min, _mm512_set1_ps(row.sum), sums[r]);
+          }
+        }
+        for (int r = 0; r < R; ++r) store(c + 2 * r * kLanes, sums[r]);
+        c += kLanes;
+      }
+    });
+  }
+
+ private:
+  static void quantize(const uint16_t* x, ByteRow& to) {
+    const __m512 low = (__m512)from_bf16(load<u16>(x));
+    const __m512 high = (__m512)from_bf16(load<u16>(x + kLanes));
+    const float most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(low), _mm512_abs_ps(high)));
+    const float inverse = most > 0.0f ? 127.0f / most : 0.0f;
+    const __m512i q_low = _mm512_cvtps_epi32(low * inverse);
+    const __m512i q_high = _mm512_cvtps_epi32(high * inverse);
+    store(to.q, _mm512_cvtepi32_epi8(q_low));
+    store(to.q + kLanes, _mm512_cvtepi32_epi8(q_high));
+    to.scale = most / 127.0f;
+    to.sum = to.scale * static_cast<float>(_mm512_reduce_add_epi32(_mm512_add_epi32(q_low, q_high)));
+  }
+};
+
+}  // namespace
+
+void gemm_avx512vnni(const Gemm& g, int thread, int threads, void* scratch) {
+  gemm_part<VnniKernel>(g, thread, threads, scratch);
+}
+
+}  // namespace tidemill
