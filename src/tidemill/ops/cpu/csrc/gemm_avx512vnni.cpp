@@ -1,19 +1,13 @@
-// GEMM on quantized weights for CPUs with AVX-512 VNNI and no AMX: integer products of the packed
-// bytes with rows of x rounded to int8, each 32 of k with a scale of their own.
+// GEMM on quantized weights for CPUs with AVX-512 VNNI and no AMX.
 #include "gemm.h"
 
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma,f16c")
 #define TIDEMILL_AVX512
 
-#include "gemm_loop.h"
+#include "gemm_bytes.h"
 
 namespace tidemill {
 namespace {
-
-struct ByteRow {
-  int8_t q[kBlockColumns];
-  float scale, sum;  // sum: of the 32 values q * scale
-};
 
 class VnniKernel {
  public:
@@ -29,13 +23,7 @@ class VnniKernel {
 
   static Rows<ByteRow> rows_of(const uint16_t* x, ptrdiff_t stride, int rows, int64_t k,
                                ByteRow* scratch) {
-    const int64_t blocks = k / kBlockColumns;
-    for (int r = 0; r < rows; ++r) {
-      for (int64_t i = 0; i < blocks; ++i) {
-        quantize(x + r * stride + i * kBlockColumns, scratch[r * blocks + i]);
-      }
-    }
-    return {scratch, blocks};
+    return quantize_rows(x, stride, rows, k, scratch);
   }
 
   template <class Aside>
@@ -68,20 +56,6 @@ class VnniKernel {
         c += kLanes;
       }
     });
-  }
-
- private:
-  static void quantize(const uint16_t* x, ByteRow& to) {
-    const __m512 low = (__m512)from_bf16(load<u16>(x));
-    const __m512 high = (__m512)from_bf16(load<u16>(x + kLanes));
-    const float most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(low), _mm512_abs_ps(high)));
-    const float inverse = most > 0.0f ? 127.0f / most : 0.0f;
-    const __m512i q_low = _mm512_cvtps_epi32(low * inverse);
-    const __m512i q_high = _mm512_cvtps_epi32(high * inverse);
-    store(to.q, _mm512_cvtepi32_epi8(q_low));
-    store(to.q + kLanes, _mm512_cvtepi32_epi8(q_high));
-    to.scale = most / 127.0f;
-    to.sum = to.scale * static_cast<float>(_mm512_reduce_add_epi32(_mm512_add_epi32(q_low, q_high)));
   }
 };
 
