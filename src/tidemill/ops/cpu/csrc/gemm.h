@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <type_traits>
 
 #include "packed.h"
@@ -42,7 +43,7 @@ void gemm_avx512(const Gemm&, int, int, void*);
 void gemm_avx512vnni(const Gemm&, int, int, void*);
 void gemm_avx2(const Gemm&, int, int, void*);
 
-constexpr size_t kGemmScratchBytes = 4 << 20;
+constexpr size_t kGemmScratchBytes = 8 << 20;  // rarely touched beyond the first
 
 // Cuts a thread's scratch memory into arrays.
 class Arena {

@@ -145,6 +145,29 @@ class PendingBlock {
   const float* c_ = nullptr;
 };
 
+// How threads share the outputs: `across` parts of the panels times `down` parts of the rows.
+struct Split {
+  int across, down;
+};
+
+// The split whose largest part is cheapest. Unpacking a panel costs about what multiplying it with
+// kUnpackRows rows does, so few rows are not split, and many threads do not wait for uneven parts.
+inline Split split_work(int64_t pairs, int64_t rows, int threads) {
+  constexpr int64_t kUnpackRows = 64;
+  Split best{};
+  int64_t least = std::numeric_limits<int64_t>::max();
+  for (int down = 1; down <= threads && down <= rows; ++down) {
+    const int across = static_cast<int>(std::min<int64_t>(pairs, threads / down));
+    const int64_t cost =
+        ((pairs + across - 1) / across) * ((rows + down - 1) / down + kUnpackRows);
+    if (cost < least) {
+      least = cost;
+      best = {across, down};
+    }
+  }
+  return best;
+}
+
 template <class Kernel>
 void gemm_part(const Gemm& g, int thread, int threads, void* scratch) {
   using Operand = typename Kernel::Operand;
@@ -157,13 +180,10 @@ void gemm_part(const Gemm& g, int thread, int threads, void* scratch) {
   const int64_t panels = (w.rows + kPanelRows - 1) / kPanelRows;
   const int64_t pairs = (panels + 1) / 2;
 
-  // Threads split the panels first, since each panel is unpacked by whoever owns it; only with
-  // more threads than pairs are the rows of x split too.
-  const int across = static_cast<int>(std::min<int64_t>(threads, pairs));
-  const int down = static_cast<int>(std::clamp<int64_t>(g.rows / Kernel::kRows, 1, threads / across));
-  if (thread >= across * down) return;
-  const Range mine = part(pairs, thread % across, across);
-  const Range rows = part(g.rows, thread / across, down);
+  const Split split = split_work(pairs, g.rows, threads);
+  if (thread >= split.across * split.down) return;
+  const Range mine = part(pairs, thread % split.across, split.across);
+  const Range rows = part(g.rows, thread / split.across, split.down);
 
   const int64_t k_step = even_step(w.columns, kMaxBlockK);
   const int64_t panel_size = k_step / kBlockColumns * Kernel::kTile;
@@ -174,7 +194,8 @@ void gemm_part(const Gemm& g, int thread, int threads, void* scratch) {
 
   Arena arena(scratch);
   auto* tiles = arena.take<Operand>(group * pair_size);
-  auto* row_scratch = arena.take<RowOperand>(Kernel::kRows * (k_step + kLanes));
+  auto* row_scratch = arena.take<RowOperand>(
+      Kernel::kRows * (k_step / kBlockColumns * Kernel::kRowTile + kLanes));
   // Sums of all rows when they wait for another block of k, else of two register blocks of rows:
   // the epilogue of one runs while the other is computed.
   const bool partial = k_step < w.columns;
