@@ -42,6 +42,7 @@ void gemm_avx512bf16(const Gemm&, int, int, void*);
 void gemm_avx512(const Gemm&, int, int, void*);
 void gemm_avx512vnni(const Gemm&, int, int, void*);
 void gemm_avx2(const Gemm&, int, int, void*);
+void gemm_avxvnni(const Gemm&, int, int, void*);
 
 constexpr size_t kGemmScratchBytes = 8 << 20;  // rarely touched beyond the first
 

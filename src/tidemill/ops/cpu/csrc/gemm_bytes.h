@@ -15,53 +15,42 @@ struct ByteRow {
   float scale, sum;  // sum: of the 32 values scale * q
 };
 
-TIDEMILL_INLINE float reduce_max(f32 x) {
-#ifdef TIDEMILL_AVX512
-  return _mm512_reduce_max_ps((__m512)x);
-#else
-  const Halves halves{x};
-  const __m256 eight = _mm256_max_ps(halves.half[0], halves.half[1]);
-  __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-  four = _mm_max_ps(four, _mm_movehl_ps(four, four));
-  return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
-#endif
+// The largest magnitude of 32 bf16 values. Without their signs, bf16 values order as integers do.
+TIDEMILL_INLINE float most_of(__m256i low, __m256i high) {
+  const __m256i magnitude = _mm256_set1_epi16(0x7fff);
+  const __m256i half =
+      _mm256_max_epu16(_mm256_and_si256(low, magnitude), _mm256_and_si256(high, magnitude));
+  const __m128i eight =
+      _mm_max_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+  // The one horizontal instruction finds a minimum: of the complements.
+  const int least = _mm_cvtsi128_si32(_mm_minpos_epu16(_mm_xor_si128(eight, _mm_set1_epi16(-1))));
+  return _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128((~least & 0x7fff) << 16)));
 }
 
-TIDEMILL_INLINE int reduce_add(i32 x) {
-#ifdef TIDEMILL_AVX512
-  return _mm512_reduce_add_epi32((__m512i)x);
-#else
-  __m128i quarter[4];
-  std::memcpy(quarter, &x, sizeof x);
-  __m128i four = _mm_add_epi32(_mm_add_epi32(quarter[0], quarter[1]),
-                               _mm_add_epi32(quarter[2], quarter[3]));
-  four = _mm_add_epi32(four, _mm_unpackhi_epi64(four, four));
-  return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 1)));
-#endif
-}
-
-TIDEMILL_INLINE __m128i to_int8(i32 x) {
-#ifdef TIDEMILL_AVX512
-  return _mm512_cvtepi32_epi8((__m512i)x);
-#else
-  __m128i quarter[4];
-  std::memcpy(quarter, &x, sizeof x);
-  return _mm_packs_epi16(_mm_packs_epi32(quarter[0], quarter[1]),
-                         _mm_packs_epi32(quarter[2], quarter[3]));
-#endif
+TIDEMILL_INLINE int sum_of(__m256i bytes) {
+  const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), bytes);
+  const __m256i fours = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+  __m128i sums = _mm_add_epi32(_mm256_castsi256_si128(fours), _mm256_extracti128_si256(fours, 1));
+  sums = _mm_add_epi32(sums, _mm_unpackhi_epi64(sums, sums));
+  return _mm_cvtsi128_si32(_mm_add_epi32(sums, _mm_shuffle_epi32(sums, 1)));
 }
 
 inline void quantize(const uint16_t* x, ByteRow& to) {
-  const f32 low = from_bf16(load<u16>(x)), high = from_bf16(load<u16>(x + kLanes));
-  const float most = reduce_max(max(max(low, -low), max(high, -high)));
-  const float inverse = most > 0.0f ? 127.0f / most : 0.0f;
-  const i32 zero = (i32)splat(kRound);
-  const i32 q_low = (i32)(low * inverse + kRound) - zero;
-  const i32 q_high = (i32)(high * inverse + kRound) - zero;
-  store(to.q, to_int8(q_low));
-  store(to.q + kLanes, to_int8(q_high));
-  to.scale = most / 127.0f;
-  to.sum = to.scale * static_cast<float>(reduce_add(q_low + q_high));
+  const float most = most_of(load<__m256i>(x), load<__m256i>(x + 16));
+  const __m256 inverse = _mm256_set1_ps(most > 0.0f ? 127.0f / most : 0.0f);
+  __m256i q[4];
+  for (int i = 0; i < 4; ++i) {
+    const __m256i wide = _mm256_cvtepu16_epi32(load<__m128i>(x + 8 * i));
+    const __m256 value = _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+    q[i] = _mm256_cvtps_epi32(value * inverse);
+  }
+  // Packing works within 128-bit lanes; the permutation puts the groups of four back in order.
+  const __m256i bytes = _mm256_permutevar8x32_epi32(
+      _mm256_packs_epi16(_mm256_packs_epi32(q[0], q[1]), _mm256_packs_epi32(q[2], q[3])),
+      _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+  store(to.q, bytes);
+  to.scale = most * (1.0f / 127.0f);
+  to.sum = to.scale * static_cast<float>(sum_of(bytes));
 }
 
 inline Rows<ByteRow> quantize_rows(const uint16_t* x, ptrdiff_t stride, int rows, int64_t k,
