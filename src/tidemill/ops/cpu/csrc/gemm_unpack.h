@@ -57,35 +57,47 @@ inline void unpack(const PackedWeight& w, int64_t panel, int64_t k0, int64_t k, 
   }
 }
 
+// q of a nibble as a float without a conversion: its bits become the upper mantissa bits of 1.0.
+TIDEMILL_INLINE f32 one_plus_sixteenths(u32 bits, int from) {
+  constexpr int kTo = 19;  // of 23 mantissa bits
+  const u32 placed = from < kTo ? bits << (kTo - from) : bits >> (from - kTo);
+  return (f32)((placed & (15u << kTo)) | 0x3f800000u);
+}
+
+inline void unpack_u4(const uint8_t* q, f32 scale, f32 min, auto* tile) {
+  const f32 scale16 = scale * 16.0f;  // scale * q + min = scale16 * (1 + q / 16) + (min - scale16)
+  const f32 rest = min - scale16;
+  for (int v = 0; v < 4; ++v) {
+    const u32 bits = load<u32>(q + 64 * v);
+    const auto value = [&](int i) {  // k = 8v + i: four bytes' low nibbles, then the high ones
+      return one_plus_sixteenths(bits, 8 * (i % 4) + 4 * (i / 4)) * scale16 + rest;
+    };
+    for (int i = 0; i < 8; i += 2) put(tile, 4 * v + i / 2, value(i), value(i + 1));
+  }
+}
+
+inline void unpack_u8(const uint8_t* q, f32 scale, f32 min, auto* tile) {
+  for (int v = 0; v < 8; ++v) {
+    const u32 bits = load<u32>(q + 64 * v);
+    const auto value = [&](int i) {
+      return __builtin_convertvector((i32)((bits >> (8 * i)) & 0xffu), f32) * scale + min;
+    };
+    for (int i = 0; i < 4; i += 2) put(tile, 2 * v + i / 2, value(i), value(i + 1));
+  }
+}
+
 template <class Operand>
 inline void unpack(const PackedWeight& w, int64_t panel, int64_t k0, int64_t k, Operand* tile) {
-  const int64_t blocks = w.columns / kBlockColumns;
   const int64_t size = block_bytes(w.format);
-  const uint8_t* at = w.data + (panel * blocks + k0 / kBlockColumns) * size;
-  for (int64_t block = 0; block < k / kBlockColumns; ++block, at += size, tile += 512) {
+  const uint8_t* at = w.data + (panel * (w.columns / kBlockColumns) + k0 / kBlockColumns) * size;
+  for (int64_t block = 0; block < k / kBlockColumns; ++block, at += size) {
     const f32 scale = from_f16(at), min = from_f16(at + 32);
-    const uint8_t* q = at + 64;
     if (w.format == Format::u4) {
-      for (int v = 0; v < 4; ++v) {
-        const u32 bits = load<u32>(q + 64 * v);
-        // Nibbles become the upper mantissa bits of 1.0: a float 1 + q / 16 without a conversion.
-        const f32 s16 = scale * 16.0f, m16 = min - s16;
-        const auto value = [&](int i) {
-          const int from = 8 * (i % 4) + 4 * (i / 4);  // k's first bit in each lane
-          const u32 up = from < 19 ? bits << (19 - from) : bits >> (from - 19);
-          return (f32)((up & 0x780000u) | 0x3f800000u) * s16 + m16;
-        };
-        for (int p = 0; p < 4; ++p) put(tile, 4 * v + p, value(2 * p), value(2 * p + 1));
-      }
-    } else if (w.format == Format::u8) {
-      for (int v = 0; v < 8; ++v) {
-        const u32 bits = load<u32>(q + 64 * v);
-        const auto value = [&](int i) {
-          return __builtin_convertvector((i32)((bits >> (8 * i)) & 0xffu), f32) * scale + min;
-        };
-        for (int p = 0; p < 2; ++p) put(tile, 2 * v + p, value(2 * p), value(2 * p + 1));
-      }
+      unpack_u4(at + 64, scale, min, tile);
+    } else {
+      unpack_u8(at + 64, scale, min, tile);
     }
+    tile += kPanelRows * kBlockColumns;
   }
 }
 
