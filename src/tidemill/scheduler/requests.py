@@ -9,7 +9,7 @@ from enum import Enum, auto
 import numpy as np
 
 from tidemill.scheduler.kv_cache import Lease
-from tidemill.wire.messages import ErrorInfo, RunnerReady, Submit, bytes_to_ids
+from tidemill.wire.messages import ErrorInfo, FinishReason, RunnerReady, Submit, bytes_to_ids
 from tidemill.wire.plan import I32
 from tidemill.wire.sampling import SamplingParams
 
@@ -66,7 +66,7 @@ class Request:
             return self.prompt_logprobs_sent
         return len(self.ids) - 1
 
-    def ended_by(self) -> tuple[str, int | None] | None:
+    def ended_by(self) -> tuple[FinishReason, int | None] | None:
         """(reason, stop token) if the output that came with Submit is complete already."""
         output = self.ids[self.prompt_len :]
         if len(output) and int(output[-1]) in self.params.stop_token_ids:

@@ -93,7 +93,11 @@ class _Slot:
     pages: list[int] = field(default_factory=list)
     length: int = 0  # positions whose KV this slot may rely on
     last_token: int | None = None  # sampled, not yet an input
-    finished: bool = False
+
+    @property
+    def wanted_logprobs(self) -> int:
+        wanted = self.init.params.logprobs
+        return -1 if wanted is None else wanted
 
 
 class SimulatedRunner:
@@ -155,7 +159,8 @@ class SimulatedRunner:
         _require(not sources & set(targets), "a page is both source and target of copies")
         for source, target, count in plan.copies.tolist():
             _require(0 < count < self._ready.page_size, f"a copy of {count} tokens")
-            _require((self._positions[source, :count] >= 0).all(), f"page {source} is not written")
+            written = bool((self._positions[source, :count] >= 0).all())
+            _require(written, f"page {source} is not written")
             self._check_free_to_write(target, 0, count, writer=None)
             self._tokens[target, :count] = self._tokens[source, :count]
             self._positions[target, :count] = self._positions[source, :count]
@@ -242,11 +247,7 @@ class SimulatedRunner:
                 tokens.append(token)
                 finished.append(end_code)
                 sampled.append(state)
-        wanted = (
-            max((-1 if s.init.params.logprobs is None else s.init.params.logprobs) for s in sampled)
-            if sampled
-            else -1
-        )
+        wanted = max((state.wanted_logprobs for state in sampled), default=-1)
         logprobs = None
         if wanted >= 0:
             logprobs = self._logprobs([s.length - 1 for s in sampled], wanted)
