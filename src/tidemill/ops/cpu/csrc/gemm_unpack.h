@@ -86,11 +86,27 @@ inline void unpack_u8(const uint8_t* q, f32 scale, f32 min, auto* tile) {
   }
 }
 
+inline void unpack_bf16(const uint8_t* pairs, uint16_t* tile) {
+  std::memcpy(tile, pairs, block_bytes(Format::bf16));
+}
+
+inline void unpack_bf16(const uint8_t* pairs, float* tile) {
+  for (int i = 0; i < kBlockColumns / 2; ++i) {
+    const u32 pair = load<u32>(pairs + 64 * i);
+    put(tile, i, (f32)(pair << 16), (f32)(pair & 0xffff0000u));
+  }
+}
+
 template <class Operand>
 inline void unpack(const PackedWeight& w, int64_t panel, int64_t k0, int64_t k, Operand* tile) {
   const int64_t size = block_bytes(w.format);
   const uint8_t* at = w.data + (panel * (w.columns / kBlockColumns) + k0 / kBlockColumns) * size;
   for (int64_t block = 0; block < k / kBlockColumns; ++block, at += size) {
+    if (w.format == Format::bf16) {
+      unpack_bf16(at, tile);
+      tile += kPanelRows * kBlockColumns;
+      continue;
+    }
     const f32 scale = from_f16(at), min = from_f16(at + 32);
     if (w.format == Format::u4) {
       unpack_u4(at + 64, scale, min, tile);
