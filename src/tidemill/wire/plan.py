@@ -178,11 +178,12 @@ class StepPlan:
     @classmethod
     def decode(cls, words: I32) -> StepPlan:
         """Inverse of `encode`. The arrays are views of `words`."""
-        step, rows, tokens, release, admit, pages, copies = (int(v) for v in words[:7])
-        cut = np.cumsum([7, rows * 4, tokens, release, pages * 3, copies * 3])
-        parts = [words[a:b] for a, b in itertools.pairwise(cut)]
+        step, rows, tokens, release, admit, pages, copies = words[:7].tolist()
+        sizes = (rows * 4, tokens, release, pages * 3, copies * 3)
+        ends = list(itertools.accumulate(sizes, initial=7))
+        parts = [words[a:b] for a, b in itertools.pairwise(ends)]
         inits: list[SlotInit] = []
-        at = int(cut[-1])
+        at = ends[-1]
         for _ in range(admit):
             init, at = SlotInit.decode(words, at)
             inits.append(init)
@@ -269,7 +270,7 @@ class StepResult:
 
     @classmethod
     def decode(cls, words: I32) -> StepResult:
-        step, n, has_logprobs, n_prompt, device_us = (int(v) for v in words[:5])
+        step, n, has_logprobs, n_prompt, device_us = words[:5].tolist()
         tokens, finished = words[5 : 5 + n], words[5 + n : 5 + 2 * n]
         at = 5 + 2 * n
         logprobs = None
