@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from tidemill.scheduler.slots import I64, SlotTable
+from tidemill.scheduler.slots import Recipients
 from tidemill.wire.messages import (
     ErrorInfo,
     FinishReason,
@@ -31,12 +29,12 @@ class _Letter:
     logprobs: list[TokenLogprobs | None] | None = None
     prompt_logprobs: list[tuple[int, list[TokenLogprobs]]] = field(default_factory=list)
 
-    def add(self, rids: I64, tokens: I32, logprobs: list[TokenLogprobs | None] | None) -> None:
+    def add(self, rids: bytes, tokens: I32, logprobs: list[TokenLogprobs | None] | None) -> None:
         if logprobs is not None and self.logprobs is None:
             self.logprobs = [None] * self.count
         if self.logprobs is not None:
             self.logprobs += [None] * len(tokens) if logprobs is None else logprobs
-        self.rids.append(rids.tobytes())
+        self.rids.append(rids)
         self.tokens.append(tokens.tobytes())
         self.count += len(tokens)
 
@@ -96,21 +94,15 @@ class Outbox:
             letter.ends = [end for end in letter.ends if end.rid != submit.rid]
 
     def tokens(
-        self,
-        table: SlotTable,
-        slots: I32,
-        tokens: I32,
-        logprobs: list[TokenLogprobs | None] | None,
+        self, recipients: Recipients, tokens: I32, logprobs: list[TokenLogprobs | None] | None
     ) -> None:
-        """One step's tokens: `tokens` and `logprobs` are parallel to `slots`."""
-        targets = table.detokenizer[slots]
-        if (targets == targets[0]).all():  # the usual case: nothing to sort out
-            self._letter(int(targets[0])).add(table.rid[slots], tokens, logprobs)
-            return
-        for index in np.unique(targets):
-            rows = np.flatnonzero(targets == index)
-            chosen = None if logprobs is None else [logprobs[row] for row in rows]
-            self._letter(int(index)).add(table.rid[slots[rows]], tokens[rows], chosen)
+        """One step's tokens: `tokens` and `logprobs` are parallel to the recipients."""
+        for index, rows, rids in recipients.groups:
+            if rows is None:  # all go to one detokenizer
+                self._letter(index).add(rids, tokens, logprobs)
+            else:
+                chosen = None if logprobs is None else [logprobs[row] for row in rows]
+                self._letter(index).add(rids, tokens[rows], chosen)
 
     def prompt_logprobs(self, submit: Submit, entries: list[TokenLogprobs]) -> None:
         """The next positions of a prompt."""

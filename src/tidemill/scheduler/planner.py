@@ -12,7 +12,7 @@ from tidemill.scheduler.kv_cache import KVCache
 from tidemill.scheduler.queue import WaitingQueue
 from tidemill.scheduler.requests import Request, State
 from tidemill.scheduler.running import Running
-from tidemill.scheduler.slots import I64
+from tidemill.scheduler.slots import I64, Recipients
 from tidemill.wire.plan import EMPTY, I32, RowFlags, SlotInit, StepPlan
 
 StepKind = Literal["prefill", "decode", "mixed"]
@@ -34,10 +34,20 @@ class PlannedStep:
 
     plan: StepPlan
     kind: StepKind
-    sampled: I32  # slots of the SAMPLE rows
-    epochs: I64  # their epochs when the step was planned
+    recipients: Recipients
+    departures: int  # `Running.departures` when the step was planned
     prompt_rows: list[PromptRow]
     admitted: list[tuple[Request, int]]  # with the tokens that were cached
+
+
+@dataclass(slots=True)
+class DecodeBatch:
+    """The slots that decode together, and what stays the same while they do."""
+
+    key: tuple[int, bytes]
+    slots: I64
+    rows: I32  # the plan's rows, but for the positions
+    recipients: Recipients
 
 
 @dataclass(slots=True)
@@ -46,7 +56,7 @@ class Draft:
 
     step: int
     budget: int
-    decode: I32 = field(default_factory=lambda: EMPTY)
+    decode: DecodeBatch
     rows: list[tuple[int, int, int, int]] = field(default_factory=list)
     tokens: list[I32] = field(default_factory=list)
     admit: list[SlotInit] = field(default_factory=list)
@@ -67,11 +77,11 @@ class Planner:
         self._cache = cache
         self._max_batch_tokens = max_batch_tokens
         self.preemptions = 0
+        self._batch = self._decode_batch(np.empty(0, dtype=np.int64), (-1, b""))
 
     def plan(self, step: int) -> PlannedStep | None:
         """The next step, or None if there is nothing to run."""
-        draft = Draft(step, self._max_batch_tokens)
-        self._decode(draft)
+        draft = self._decode(step)
         self._continue_prefills(draft)
         self._admit(draft)
         self._cache.end_step()
@@ -79,28 +89,28 @@ class Planner:
 
     # --- decode -------------------------------------------------------------------------------
 
-    def _decode(self, draft: Draft) -> None:
+    def _decode(self, step: int) -> Draft:
         """One row for each request that has a token to come."""
         slots = self._slots
         while True:
-            rows = np.flatnonzero(slots.planned < slots.goal).astype(np.int32)
-            growing = rows[slots.planned[rows] == slots.held[rows] * self._cache.page_size]
+            wanted = slots.planned < slots.goal
+            growing = ((slots.planned == slots.room) & wanted).nonzero()[0]
             if len(growing) <= self._cache.available:
                 break
-            self._preempt(draft.step)
+            self._preempt(step)
+        key = (self._running.departures, wanted.tobytes())
+        if key != self._batch.key:
+            self._batch = self._decode_batch(wanted.nonzero()[0], key)
+        batch = self._batch
+        draft = Draft(step, self._max_batch_tokens - len(batch.slots), batch)
         if len(growing):
-            self._grow(draft, growing)
-        draft.decode = rows
-        draft.budget -= len(rows)
+            draft.pages.append(slots.add_pages(growing, self._cache.allocate(len(growing))))
+        return draft
 
-    def _grow(self, draft: Draft, growing: I32) -> None:
-        """One page more for each of these slots."""
-        slots = self._slots
-        pages = self._cache.allocate(len(growing))
-        index = slots.held[growing]
-        slots.pages[growing, index] = pages
-        slots.held[growing] = index + 1
-        draft.pages.append(np.stack([growing, index, pages], axis=1))
+    def _decode_batch(self, slots: I64, key: tuple[int, bytes]) -> DecodeBatch:
+        rows = np.empty((len(slots), 4), dtype=np.int32)
+        rows[:, 0], rows[:, 2], rows[:, 3] = slots, 1, RowFlags.SAMPLE
+        return DecodeBatch(key, slots, rows, Recipients.of(self._slots, slots))
 
     def _preempt(self, step: int) -> None:
         """Send the last in rank back to the queue. Its pages go to the tree, so if nobody needs
@@ -170,7 +180,7 @@ class Planner:
         flags = RowFlags.HOST_TOKENS
         if request.wants_prompt_logprobs:
             flags |= RowFlags.PROMPT_LOGPROBS
-            row = len(draft.decode) + len(draft.rows)
+            row = len(draft.decode.slots) + len(draft.rows)
             draft.prompt_rows.append(PromptRow(row, request, int(slots.epoch[slot]), start))
         end = start + count
         if end == known:
@@ -189,20 +199,21 @@ class Planner:
     # --- assembly -----------------------------------------------------------------------------
 
     def _finish(self, draft: Draft) -> PlannedStep | None:
-        decode, slots = draft.decode, self._slots
+        slots, decode = self._slots, draft.decode.slots
         if not len(decode) and not draft.rows:
             return None
-        rows = np.empty((len(decode) + len(draft.rows), 4), dtype=np.int32)
-        head = rows[: len(decode)]
-        head[:, 0], head[:, 1] = decode, slots.planned[decode]
-        head[:, 2], head[:, 3] = 1, RowFlags.SAMPLE
+        recipients = draft.decode.recipients
+        kind: StepKind = "decode"
+        rows = draft.decode.rows.copy()
+        rows[:, 1] = slots.planned[decode]
         slots.planned[decode] += 1
-        sampled = decode
         plan = StepPlan(step=draft.step, rows=rows)
         if draft.rows:
-            rows[len(decode) :] = draft.rows
+            kind = "mixed" if len(decode) else "prefill"
+            plan.rows = np.concatenate([rows, np.array(draft.rows, dtype=np.int32)])
             plan.tokens = np.concatenate(draft.tokens)
-            sampled = np.concatenate([decode, np.array(draft.sampled, dtype=np.int32)])
+            sampled = np.concatenate([decode, np.array(draft.sampled, dtype=np.int64)])
+            recipients = Recipients.of(slots, sampled)
         if self._running.released:
             plan.release = np.array(self._running.take_released(), dtype=np.int32)
         if draft.pages:
@@ -210,9 +221,11 @@ class Planner:
         if draft.copies:
             plan.copies = np.array(draft.copies, dtype=np.int32)
         plan.admit = draft.admit
-        kind: StepKind = "mixed"
-        if not draft.rows or not len(decode):
-            kind = "prefill" if draft.rows else "decode"
         return PlannedStep(
-            plan, kind, sampled, slots.epoch[sampled], draft.prompt_rows, draft.admitted
+            plan,
+            kind,
+            recipients,
+            self._running.departures,
+            draft.prompt_rows,
+            draft.admitted,
         )

@@ -16,6 +16,7 @@ class Running:
         self.by_slot: dict[int, Request] = {}
         self.prefilling: list[Request] = []  # in order of rank
         self.released: list[int] = []  # slots that the runner has yet to be told of
+        self.departures = 0  # while it stands still, every slot belongs to whom it belonged
 
     def __len__(self) -> int:
         return len(self.by_slot)
@@ -54,6 +55,7 @@ class Running:
         del self.by_slot[slot]
         slots.vacate(slot)
         self.released.append(slot)
+        self.departures += 1
         request.slot, request.lease, request.state = -1, None, state
 
     def last_in_rank(self) -> Request:

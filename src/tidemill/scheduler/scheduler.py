@@ -15,7 +15,7 @@ from tidemill.scheduler.planner import PlannedStep, Planner, PromptRow, StepKind
 from tidemill.scheduler.queue import WaitingQueue
 from tidemill.scheduler.requests import Capacity, Request, State, make_request, queue_full
 from tidemill.scheduler.running import Running
-from tidemill.scheduler.slots import SlotTable
+from tidemill.scheduler.slots import I64, Recipients, SlotTable
 from tidemill.wire.link import RunnerLink
 from tidemill.wire.messages import (
     ErrorInfo,
@@ -190,7 +190,7 @@ class Scheduler:
             # Decode rows must fit into one step.
             slots=min(ready.max_running_requests, budget),
             max_len=self._capacity.tokens,
-            max_pages=self._cache.pages_for(self._capacity.tokens),
+            page_size=ready.page_size,
         )
         self._running = Running(slots, self._cache)
         self._planner = Planner(self._running, self._queue, self._cache, budget)
@@ -247,15 +247,14 @@ class Scheduler:
 
     def _take_tokens(self, step: PlannedStep, result: StepResult) -> None:
         """Hand out a step's tokens, but for slots that were vacated since it was planned."""
-        slots, tokens, finished = step.sampled, result.tokens, result.finished
-        table, logprobs = self._running.slots, result.logprobs
-        rows: I32 | None = None
-        live = table.epoch[slots] == step.epochs
-        if not live.all():
-            rows = np.flatnonzero(live).astype(np.int32)
-            slots, tokens, finished = slots[rows], tokens[rows], finished[rows]
-        if not len(slots):
-            return
+        table, who = self._running.slots, step.recipients
+        tokens, finished, logprobs = result.tokens, result.finished, result.logprobs
+        rows: I64 | None = None
+        if self._running.departures != step.departures:
+            rows = (table.epoch[who.slots] == who.epochs).nonzero()[0]
+            who = Recipients.of(table, who.slots[rows])
+            tokens, finished = tokens[rows], finished[rows]
+        slots = who.slots
         known = table.known[slots]
         table.ids[slots, known] = tokens
         table.known[slots] = known + 1
@@ -263,8 +262,10 @@ class Scheduler:
         entries = None
         if logprobs is not None:
             entries = self._token_logprobs(slots, tokens, logprobs, rows)
-        self._outbox.tokens(table, slots, tokens, entries)
-        for at in np.flatnonzero(finished):
+        self._outbox.tokens(who, tokens, entries)
+        if not finished.any():
+            return
+        for at in finished.nonzero()[0].tolist():
             request = self._running.by_slot[int(slots[at])]
             reason = FINISH_REASONS[int(finished[at])]
             stop_token = int(tokens[at]) if reason == "stop" else None
@@ -272,13 +273,13 @@ class Scheduler:
             self._end(request)
 
     def _token_logprobs(
-        self, slots: I32, tokens: I32, logprobs: Logprobs, rows: I32 | None
+        self, slots: I64, tokens: I32, logprobs: Logprobs, rows: I64 | None
     ) -> list[TokenLogprobs | None]:
         """For each slot what its request asked for. `rows`: where they are in `logprobs`."""
         entries: list[TokenLogprobs | None] = [None] * len(slots)
         wanted = self._running.slots.logprobs[slots]
-        for at in np.flatnonzero(wanted >= 0):
-            row = int(at) if rows is None else int(rows[at])
+        for at in np.flatnonzero(wanted >= 0).tolist():
+            row = at if rows is None else int(rows[at])
             entries[at] = token_logprobs(logprobs, row, int(tokens[at]), int(wanted[at]))
         return entries
 
