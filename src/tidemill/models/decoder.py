@@ -83,6 +83,10 @@ class Decoder:
 
     def forward(self, batch: Batch, kv: Any) -> Tensor:
         """Logits float32[S, V] of `batch.logit_tokens`. Writes the KV of every token."""
+        return self.logits(self.hidden(batch, kv), batch.logit_tokens)
+
+    def hidden(self, batch: Batch, kv: Any) -> Tensor:
+        """The residual stream after the last layer, [T, H]. Writes the KV of every token."""
         config, weights, ops = self.config, self.weights, self.ops
         eps = config.norm_eps
         x = ops.embed(batch.ids, weights.embedding, config.embedding_scale)
@@ -96,4 +100,9 @@ class Decoder:
             x = ops.linear_residual(attended, layer.o, layer.o_bias, x)
             hidden = ops.gated_mlp_in(x, layer.mlp_norm, eps, layer.gate_up, config.activation)
             x = ops.linear_residual(hidden, layer.down, None, x)
-        return ops.logits(x, batch.logit_tokens, weights.final_norm, eps, weights.head)
+        return x
+
+    def logits(self, x: Tensor, tokens: Tensor) -> Tensor:
+        """Logits float32[S, V] of the residual stream's rows `tokens`, int32[S]."""
+        weights = self.weights
+        return self.ops.logits(x, tokens, weights.final_norm, self.config.norm_eps, weights.head)
