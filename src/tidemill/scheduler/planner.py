@@ -158,7 +158,7 @@ class Planner:
                     seed=request.seed,
                     prompt_len=request.prompt_len,
                     max_len=request.max_len,
-                    history=request.ids if request.params.has_penalties else EMPTY,
+                    history=request.ids if request.needs_history else EMPTY,
                 )
             )
             draft.admitted.append((request, min(reserved.reused, request.prompt_len)))

@@ -59,6 +59,11 @@ class Request:
         )
 
     @property
+    def needs_history(self) -> bool:
+        """The runner wants the known tokens when the request enters a slot."""
+        return self.params.has_penalties or self.wants_prompt_logprobs
+
+    @property
     def reusable(self) -> int:
         """How many leading tokens may come from the cache: the last one is always computed for
         its logits, and so is every one whose log-probabilities are still wanted."""
