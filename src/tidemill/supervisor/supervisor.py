@@ -43,7 +43,6 @@ from tidemill.supervisor.child import (
 from tidemill.supervisor.component import MAX_FAILED_STARTS, Component
 from tidemill.supervisor.logs import set_up_logging
 from tidemill.supervisor.run_dir import run_dir
-from tidemill.wire import messages
 from tidemill.wire.endpoints import Endpoints
 from tidemill.wire.errors import EngineError
 from tidemill.wire.messages import (
@@ -54,7 +53,7 @@ from tidemill.wire.messages import (
     Status,
     WorkerGone,
 )
-from tidemill.wire.sockets import Receiver, Sender
+from tidemill.wire.sockets import Publisher, Receiver, Sender
 from tidemill.wire.status import StatusReporter
 
 MODEL = "model"  # stands among the components while the model is being fetched
@@ -139,17 +138,12 @@ class Supervisor:
 
     def _open_sockets(self, stack: contextlib.ExitStack) -> None:
         self._statuses = Receiver.bind(self._context, self._endpoints.control)
-        # XPUB lets its owner see who subscribes, so that a late subscriber is told at once and
-        # nobody needs to be told anything in between.
-        self._events = self._context.socket(zmq.XPUB)
-        self._events.linger = 0
-        self._events.xpub_verbose = 1
-        self._events.bind(self._endpoints.events)
+        self._events = Publisher(self._context, self._endpoints.events)
         self._scheduler = Sender(self._context, self._endpoints.scheduler)
         for each in (self._statuses, self._events, self._scheduler):
             stack.callback(each.close)
         self._poller = zmq.Poller()
-        for source in (self._signals, self._statuses.socket, self._events):
+        for source in (self._signals, self._statuses.socket, self._events.socket):
             self._poller.register(source, zmq.POLLIN)
 
     def _add(self, role: str, count: int) -> None:
@@ -174,7 +168,7 @@ class Supervisor:
                 return code
             self._take_statuses()
             self._reap()
-            self._take_subscriptions()
+            self._changed |= self._events.has_new_subscribers()
             self._take_model()
             self._start_due()
         return 0
@@ -200,8 +194,7 @@ class Supervisor:
         if state == "ready" and not self._was_ready:
             self._was_ready = True
             log.info("ready: %s", self._config.model_name)
-        snapshot = Snapshot(state=state, components=components, runner=self._runner)
-        self._events.send(messages.encode(snapshot))
+        self._events.send(Snapshot(state=state, components=components, runner=self._runner))
 
     def _state(self, components: dict[str, ComponentInfo]) -> EngineState:
         if self._drain_until is not None:
@@ -267,12 +260,6 @@ class Supervisor:
             if status.state == "ready":
                 log.debug("%s is ready", component.name)
         self._changed = True
-
-    def _take_subscriptions(self) -> None:
-        with contextlib.suppress(zmq.Again):
-            while True:
-                self._events.recv(zmq.NOBLOCK)
-                self._changed = True
 
     # --- processes ----------------------------------------------------------------------------
 

@@ -49,6 +49,35 @@ class Sender:
         self._socket.close()
 
 
+class Publisher:
+    """Where every subscriber hears the same. The owner sees who subscribes and can tell a late
+    one at once, so nothing need be repeated meanwhile."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
+        self.socket = context.socket(zmq.XPUB)  # for pollers: readable when someone subscribed
+        self.socket.set_hwm(QUEUE_LIMIT)
+        self.socket.linger = 0
+        self.socket.xpub_verbose = 1  # report the second subscriber too
+        self.socket.bind(endpoint)
+
+    def send(self, message: Message) -> None:
+        """Tell all present subscribers. Returns at once."""
+        self.socket.send(messages.encode(message))
+
+    def has_new_subscribers(self) -> bool:
+        """Whether somebody subscribed (or left) since the last call."""
+        seen = False
+        try:
+            while True:
+                self.socket.recv(zmq.NOBLOCK)
+                seen = True
+        except zmq.Again:
+            return seen
+
+    def close(self) -> None:
+        self.socket.close()
+
+
 class Receiver:
     """One endpoint to receive from: `bind` for a process's own inbox, `subscribe` for the
     supervisor's snapshots."""
