@@ -133,7 +133,10 @@ class Supervisor:
         from prometheus_client import Counter
 
         self._restarts = Counter(
-            "tidemill_restarts", "Processes started again after they died.", ["component"]
+            "tidemill_restarts",
+            "Processes started again after they died.",
+            ["component"],
+            registry=None,  # the servers read the directory
         )
 
     def _open_sockets(self, stack: contextlib.ExitStack) -> None:

@@ -296,10 +296,6 @@ class SchedulerEnd(_End):
             raise RunnerGone(self._gone)
         return None
 
-    def runner_gone(self, reason: str) -> None:
-        """The supervisor says that the runner died: `poll` and `send` raise from now on."""
-        self._gone = self._gone or reason
-
     def _take_result(self) -> bool:
         message = self._next()
         if message is None:
