@@ -6,3 +6,7 @@ from __future__ import annotations
 class EngineError(RuntimeError):
     """The engine cannot start or go on as configured. The command line prints the message and
     exits with 1; a child process reports it as fatal."""
+
+
+class ModelError(EngineError):
+    """A model cannot be found, fetched, read or understood."""
