@@ -61,7 +61,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def model_name(self) -> str:
         """The name clients use."""
-        return self.served_model_name or self.model.rstrip("/").rsplit("/", 1)[-1]
+        name = self.served_model_name or self.model.rstrip("/").rsplit("/", 1)[-1]
+        return name.removesuffix(".gguf")
 
 
 def encode(config: EngineConfig) -> str:
