@@ -46,7 +46,8 @@ class SlotInit:
     Positions count from the start of the prompt. `stop_ids` end the request when sampled at
     output position >= min_tokens (before that they are banned); `max_len` ends it when prompt
     plus output reach it. `history` (prompt, then resumed output) is filled only when penalties
-    or prompt log-probabilities need it (the token after a chunk is in none of the chunk's rows). The randomness of the token at position p depends on (`seed`, p) alone.
+    or prompt log-probabilities need it (the token after a chunk is in none of the chunk's rows).
+    The randomness of the token at position p depends on (`seed`, p) alone.
     """
 
     slot: int
