@@ -85,7 +85,7 @@ class Engine:
         self.ready = ready or make_ready()
         self.config = config or EngineConfig(model="simulated")
         self.deliver = deliver
-        self.attach_args = self._new_runner()
+        self._new_runner()
         self.scheduler = Scheduler(self.config, self.ready, self.link)
         self.tokens: dict[int, list[int]] = {}
         self.logprobs: dict[int, list[TokenLogprobs | None]] = {}
@@ -247,7 +247,7 @@ def check_cache(cache: KVCache, leases: list[tuple[Lease, list[int]]]) -> None:
             if node.parent is None:
                 break
             node = node.parent
-        assert sum(reversed(path), []) == table[: lease.shared]
+        assert [page for pages in reversed(path) for page in pages] == table[: lease.shared]
     evictable = pages = 0
     for node in cache.tree.walk():
         assert node.refs == refs[id(node)]

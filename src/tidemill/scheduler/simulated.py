@@ -236,9 +236,10 @@ class SimulatedRunner:
             ids = self._context(state)
             if flags & RowFlags.PROMPT_LOGPROBS:
                 end = min(start + count, state.init.prompt_len - 1)
-                following = state.init.params.prompt_logprobs
-                _require(following is not None, f"slot {slot}: no prompt log-probabilities wanted")
-                prompt_logprobs.append((row, self._logprobs(range(start, end), following or 0)))
+                wanted = state.init.params.prompt_logprobs
+                _require(wanted is not None, f"slot {slot}: no prompt log-probabilities wanted")
+                _require(len(state.init.history) > end, f"slot {slot}: no history")
+                prompt_logprobs.append((row, self._logprobs(range(start, end), wanted or 0)))
             if flags & RowFlags.SAMPLE:
                 token, end_code = sample(
                     state.init, context_hash(ids), len(ids), self._ready.vocab_size
