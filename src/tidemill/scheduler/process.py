@@ -33,7 +33,7 @@ def main(config: EngineConfig, index: int) -> None:
 class SchedulerProcess:
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        context = zmq.Context()
+        self._context = context = zmq.Context()
         endpoints = Endpoints(config.run_dir)
         self._inbox = Receiver.bind(context, endpoints.scheduler)
         self._events = Receiver.subscribe(context, endpoints.events)
@@ -47,6 +47,12 @@ class SchedulerProcess:
         self._scheduler: Scheduler | None = None
         self._link: SchedulerEnd | None = None  # None: no runner
         self._runner: tuple[int, str] | None = None  # (generation, ring) that was seen last
+
+    def close(self) -> None:
+        """Let go of all sockets and the ring; for tests, as a process just ends."""
+        if self._link is not None:
+            self._link.close()
+        self._context.destroy(linger=0)
 
     def run(self) -> None:
         self._reporter.ready()

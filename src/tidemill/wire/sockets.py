@@ -65,12 +65,11 @@ class Publisher:
         self.socket.send(messages.encode(message))
 
     def has_new_subscribers(self) -> bool:
-        """Whether somebody subscribed (or left) since the last call."""
+        """Whether somebody subscribed since the last call."""
         seen = False
         try:
             while True:
-                self.socket.recv(zmq.NOBLOCK)
-                seen = True
+                seen |= self.socket.recv(zmq.NOBLOCK)[0] == 1  # 0: somebody left
         except zmq.Again:
             return seen
 
