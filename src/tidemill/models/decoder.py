@@ -11,17 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
+from tidemill.models.rope import RopeConfig
 from tidemill.ops.backend import AttentionSpec, Backend, Batch, Weight
-
-
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary embedding. `kind`: default, linear, dynamic, llama3 or yarn; `params` as in the
-    Hugging Face configuration's `rope_scaling`."""
-
-    theta: float = 10000.0
-    kind: str = "default"
-    params: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +27,13 @@ class DecoderConfig:
     vocab: int
     norm_eps: float
     max_position: int
-    rope: RopeConfig = RopeConfig()
+    rope: RopeConfig = field(default_factory=RopeConfig)
     activation: str = "silu"
     tie_embeddings: bool = False
     window: int | None = None
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False
     embedding_scale: float = 1.0
 
     def attention(self, layer: int) -> AttentionSpec:

@@ -1,0 +1,171 @@
+"""Model families: how a configuration and its tensor names map onto the decoder.
+
+A family is data. To add one, add an entry to `FAMILIES` and, if its configuration has fields
+that others do not, read them in `_from_hf`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tidemill.models.decoder import DecoderConfig
+from tidemill.models.rope import RopeConfig
+from tidemill.wire.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """`gguf` is the value of general.architecture. `gguf_permuted`: llama.cpp's converter
+    reorders q and k rows for interleaved rope, which loading undoes."""
+
+    architectures: tuple[str, ...]
+    gguf: str
+    gguf_permuted: bool = False
+    qk_norm: bool = False
+    qkv_bias: bool | None = None  # None: `attention_bias` of the configuration
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(("LlamaForCausalLM",), "llama", gguf_permuted=True),
+    "mistral": Family(("MistralForCausalLM",), "llama", gguf_permuted=True),
+    "qwen2": Family(("Qwen2ForCausalLM",), "qwen2", qkv_bias=True),
+    "qwen3": Family(("Qwen3ForCausalLM",), "qwen3", qk_norm=True),
+}
+
+# The decoder's parts: (Hugging Face name, GGUF name). Layer parts take the layer's number.
+EMBEDDING = ("model.embed_tokens.weight", "token_embd.weight")
+FINAL_NORM = ("model.norm.weight", "output_norm.weight")
+HEAD = ("lm_head.weight", "output.weight")
+LAYER = {
+    "attn_norm": ("model.layers.{}.input_layernorm.weight", "blk.{}.attn_norm.weight"),
+    "q": ("model.layers.{}.self_attn.q_proj.weight", "blk.{}.attn_q.weight"),
+    "k": ("model.layers.{}.self_attn.k_proj.weight", "blk.{}.attn_k.weight"),
+    "v": ("model.layers.{}.self_attn.v_proj.weight", "blk.{}.attn_v.weight"),
+    "o": ("model.layers.{}.self_attn.o_proj.weight", "blk.{}.attn_output.weight"),
+    "q_bias": ("model.layers.{}.self_attn.q_proj.bias", "blk.{}.attn_q.bias"),
+    "k_bias": ("model.layers.{}.self_attn.k_proj.bias", "blk.{}.attn_k.bias"),
+    "v_bias": ("model.layers.{}.self_attn.v_proj.bias", "blk.{}.attn_v.bias"),
+    "o_bias": ("model.layers.{}.self_attn.o_proj.bias", "blk.{}.attn_output.bias"),
+    "q_norm": ("model.layers.{}.self_attn.q_norm.weight", "blk.{}.attn_q_norm.weight"),
+    "k_norm": ("model.layers.{}.self_attn.k_norm.weight", "blk.{}.attn_k_norm.weight"),
+    "mlp_norm": ("model.layers.{}.post_attention_layernorm.weight", "blk.{}.ffn_norm.weight"),
+    "gate": ("model.layers.{}.mlp.gate_proj.weight", "blk.{}.ffn_gate.weight"),
+    "up": ("model.layers.{}.mlp.up_proj.weight", "blk.{}.ffn_up.weight"),
+    "down": ("model.layers.{}.mlp.down_proj.weight", "blk.{}.ffn_down.weight"),
+}
+# Tensors that some files carry and the decoder computes itself.
+IGNORED = ("rotary_emb.inv_freq", "rope_freqs.weight")
+
+_ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+
+
+def from_hf(config: dict[str, Any], where: str) -> DecoderConfig:
+    """A Hugging Face config.json. Raises ModelError naming the field that is missing or odd."""
+    names = [str(name) for name in config.get("architectures") or []]
+    found = [key for key, family in FAMILIES.items() if set(names) & set(family.architectures)]
+    if not found and not names and config.get("model_type") in FAMILIES:
+        found = [config["model_type"]]
+    if not found:
+        known = ", ".join(name for family in FAMILIES.values() for name in family.architectures)
+        wanted = ", ".join(names) or config.get("model_type", "none named")
+        raise ModelError(f"{where}: unknown architecture {wanted}; known are {known}")
+    try:
+        return _from_hf(found[0], config)
+    except KeyError as error:
+        raise ModelError(f"{where}: config.json lacks {error}") from None
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise ModelError(f"{where}: config.json has a wrong value: {error}") from None
+
+
+def _from_hf(name: str, config: dict[str, Any]) -> DecoderConfig:
+    family = FAMILIES[name]
+    heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
+    activation = config.get("hidden_act", "silu")
+    if activation not in _ACTIVATIONS:
+        raise ValueError(f"hidden_act {activation!r} is not one of {', '.join(_ACTIVATIONS)}")
+    if config.get("mlp_bias"):
+        raise ValueError("mlp_bias is not supported")
+    window = config.get("sliding_window")
+    if not config.get("use_sliding_window", True):
+        window = None
+    biased = family.qkv_bias
+    return DecoderConfig(
+        family=name,
+        hidden=hidden,
+        layers=int(config["num_hidden_layers"]),
+        heads=heads,
+        kv_heads=int(config.get("num_key_value_heads") or heads),
+        head_dim=int(config.get("head_dim") or hidden // heads),
+        intermediate=int(config["intermediate_size"]),
+        vocab=int(config["vocab_size"]),
+        norm_eps=float(config["rms_norm_eps"]),
+        max_position=int(config["max_position_embeddings"]),
+        rope=_rope_from_hf(config),
+        activation=_ACTIVATIONS[activation],
+        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        window=int(window) if window else None,
+        qkv_bias=bool(config.get("attention_bias", False)) if biased is None else biased,
+        o_bias=bool(config.get("attention_bias", False)) if biased is None else False,
+        qk_norm=family.qk_norm,
+    )
+
+
+def _rope_from_hf(config: dict[str, Any]) -> RopeConfig:
+    """`rope_scaling` beside `rope_theta`, or `rope_parameters` holding both."""
+    params = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    theta = params.pop("rope_theta", None) or config.get("rope_theta", 10000.0)
+    kind = params.pop("rope_type", None) or params.pop("type", None) or "default"
+    params.pop("type", None)
+    return RopeConfig(float(theta), str(kind), params)
+
+
+def from_gguf(metadata: dict[str, Any], tensors: set[str], vocab: int, where: str) -> DecoderConfig:
+    """A GGUF file's metadata. `vocab` is the number of rows of its embedding."""
+    arch = str(metadata.get("general.architecture"))
+    found = [key for key, family in FAMILIES.items() if family.gguf == arch]
+    if not found:
+        known = ", ".join(dict.fromkeys(family.gguf for family in FAMILIES.values()))
+        raise ModelError(f"{where}: unknown architecture {arch!r}; known are {known}")
+
+    def get(key: str, default: Any = None) -> Any:
+        value = metadata.get(f"{arch}.{key}", default)
+        if value is None:
+            raise ModelError(f"{where}: the GGUF metadata lacks {arch}.{key}")
+        return value
+
+    family = FAMILIES[found[0]]
+    heads, hidden = int(get("attention.head_count")), int(get("embedding_length"))
+    window = metadata.get(f"{arch}.attention.sliding_window")
+    rope_dim = metadata.get(f"{arch}.rope.dimension_count")
+    head_dim = int(get("attention.key_length", rope_dim or hidden // heads))
+    return DecoderConfig(
+        family=found[0],
+        hidden=hidden,
+        layers=int(get("block_count")),
+        heads=heads,
+        kv_heads=int(get("attention.head_count_kv", heads)),
+        head_dim=head_dim,
+        intermediate=int(get("feed_forward_length")),
+        vocab=vocab,
+        norm_eps=float(get("attention.layer_norm_rms_epsilon")),
+        max_position=int(get("context_length")),
+        rope=_rope_from_gguf(metadata, arch),
+        tie_embeddings=HEAD[1] not in tensors,
+        window=int(window) if window else None,
+        qkv_bias=LAYER["q_bias"][1].format(0) in tensors,
+        o_bias=LAYER["o_bias"][1].format(0) in tensors,
+        qk_norm=family.qk_norm,
+    )
+
+
+def _rope_from_gguf(metadata: dict[str, Any], arch: str) -> RopeConfig:
+    theta = float(metadata.get(f"{arch}.rope.freq_base", 10000.0))
+    kind = str(metadata.get(f"{arch}.rope.scaling.type", "none"))
+    if kind == "none":
+        return RopeConfig(theta)
+    params: dict[str, Any] = {"factor": float(metadata[f"{arch}.rope.scaling.factor"])}
+    original = metadata.get(f"{arch}.rope.scaling.original_context_length")
+    if original:
+        params["original_max_position_embeddings"] = int(original)
+    return RopeConfig(theta, kind, params)
