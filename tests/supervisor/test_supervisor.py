@@ -45,12 +45,12 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 class Engine:
-    def __init__(self, folder: Path, model: str, drain_timeout: float) -> None:
+    def __init__(self, folder: Path, model: str, drain_timeout: float, external: str) -> None:
         self.folder = folder
         self.port = free_port()
         self.process = subprocess.Popen(
             [sys.executable, str(DUMMY), "supervise", str(self.port), model, str(drain_timeout)],
-            env=os.environ | {"TIDEMILL_DUMMY_DIR": str(folder)},
+            env=os.environ | {"TIDEMILL_DUMMY_DIR": str(folder), "TIDEMILL_EXTERNAL": external},
             stderr=subprocess.PIPE,
         )
 
@@ -91,15 +91,18 @@ Start = Callable[..., Engine]
 def start(tmp_path: Path) -> Iterator[Start]:
     engines: list[Engine] = []
 
-    def start_engine(model: str = "tide", drain_timeout: float = LIMIT_S) -> Engine:
-        engines.append(Engine(tmp_path, model, drain_timeout))
+    def start_engine(
+        model: str = "tide", drain_timeout: float = LIMIT_S, external: str = ""
+    ) -> Engine:
+        engines.append(Engine(tmp_path, model, drain_timeout, external))
         return engines[-1]
 
     yield start_engine
     for engine in engines:
         if engine.process.poll() is None:
-            engine.process.kill()
-        engine.process.communicate()
+            engine.process.send_signal(signal.SIGTERM)
+            engine.process.send_signal(signal.SIGINT)  # the second one: at once
+        engine.end()
 
 
 def test_servers_answer_while_the_model_is_fetched_and_the_rest_starts(
@@ -261,3 +264,26 @@ def test_a_signal_while_the_model_is_fetched_ends_it(start: Start, tmp_path: Pat
     until(lambda: "model" in engine.snapshot().components)
     engine.process.terminate()
     assert engine.end()[0] == 0
+
+
+def test_an_external_component_is_started_by_hand_with_the_command_that_is_shown(
+    start: Start,
+) -> None:
+    engine = start(external="tokenizer-0")
+    until(lambda: (engine.folder / "pid-runner-0").exists())
+    until(lambda: engine.snapshot().components["runner-0"].state == "ready")
+    assert engine.snapshot().components["tokenizer-0"].state == "dead"
+    assert not (engine.folder / "pid-tokenizer-0").exists()
+    assert engine.process.stderr is not None
+    lines = iter(engine.process.stderr.readline, b"")
+    shown = next(line for line in lines if b"tokenizer-0, start it yourself: " in line)
+    command = shown.decode().split(": ", 1)[1]
+    environment = os.environ | {"TIDEMILL_DUMMY_DIR": str(engine.folder)}
+    for generation in (1, 2):
+        process = subprocess.Popen(["sh", "-c", f"exec env {command}"], env=environment)
+        until(
+            lambda count=generation: engine.snapshot().components["tokenizer-0"].generation == count
+        )
+        assert engine.wait_for("ready").components["tokenizer-0"].pid == process.pid
+        process.kill()
+        process.wait()

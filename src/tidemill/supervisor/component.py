@@ -18,13 +18,16 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 8.0
 
 @dataclass(slots=True)
 class Component:
-    """`generation` counts starts. A component without a process is dead, and starts again at
-    `restart_at` (monotonic seconds) unless that is None."""
+    """`generation` counts starts. A component that is dead starts again at `restart_at`
+    (monotonic seconds) unless that is None. An `external` one is started by hand, under a
+    debugger or a profiler, and known by its reports alone."""
 
     role: str
     index: int
     name: str
+    external: bool = False
     process: subprocess.Popen[bytes] | None = None
+    pid: int = 0  # 0: none
     generation: int = 0
     state: ComponentState = "dead"
     detail: str = ""
@@ -32,10 +35,6 @@ class Component:
     restart_at: float | None = 0.0
     failed_starts: int = 0
     _deaths: deque[float] = field(default_factory=deque)
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid if self.process is not None else 0
 
     @property
     def info(self) -> ComponentInfo:
@@ -50,6 +49,9 @@ class Component:
     def start(
         self, command: Sequence[str], environment: Mapping[str, str], descriptors: Sequence[int]
     ) -> None:
+        self.restart_at = None
+        if self.external:
+            return
         # A group of its own: Ctrl-C in a terminal reaches the supervisor alone, which drains.
         self.process = subprocess.Popen(
             command,
@@ -58,13 +60,16 @@ class Component:
             stdin=subprocess.DEVNULL,
             process_group=0,
         )
+        self.pid = self.process.pid
         self.generation += 1
         self.state, self.detail, self.progress = "starting", "", None
-        self.restart_at = None
 
     def take(self, status: Status) -> bool:
         """Note a report; False if it is an earlier incarnation's."""
-        if self.process is None or status.pid != self.process.pid:
+        if self.external and status.pid != self.pid:
+            self.pid = status.pid
+            self.generation += 1
+        if status.pid != self.pid:
             return False
         self.state, self.detail, self.progress = status.state, status.detail, status.progress
         if status.state == "ready":
@@ -79,7 +84,7 @@ class Component:
         now = time.monotonic()
         if self.state != "ready":
             self.failed_starts += 1
-        self.process, self.state, self.progress = None, "dead", None
+        self.process, self.pid, self.state, self.progress = None, 0, "dead", None
         self.detail = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         self.restart_at = now + self._pause(now)
         return code

@@ -7,6 +7,10 @@ with the sockets on which everyone finds everyone.
     starting ──all ready──► ready ◄──all ready── degraded        SIGTERM, SIGINT: draining
                               └────something died────▲
 
+To debug or profile one process, name it in TIDEMILL_EXTERNAL ("runner-0", several with commas;
+not a server): the supervisor prints the command instead of running it, and waits for whoever
+does.
+
 *Draining*: servers refuse new requests, finish the open ones and exit; then everything ends. A
 second signal, or the end of `config.drain_timeout`, ends it sooner.
 """
@@ -60,6 +64,7 @@ MODEL = "model"  # stands among the components while the model is being fetched
 STOP_S = 3.0  # that children get to end by themselves after SIGTERM
 LAST_WORDS_S = 1.0  # to wait for the reason of a child that gave up
 BACKLOG = 2048  # connections that wait for a server worker
+EXTERNAL_ENV = "TIDEMILL_EXTERNAL"
 METRICS_ENV = "PROMETHEUS_MULTIPROC_DIR"
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -90,6 +95,7 @@ class Supervisor:
         self._command = command
         self._resolve = resolve
         self._components: dict[str, Component] = {}
+        self._external = os.environ.get(EXTERNAL_ENV, "").split(",")
         self._runner: RunnerReady | None = None
         self._model: ComponentInfo | None = None  # while it is being fetched
         self._resolved: list[str] = []  # the model's path, once it is there
@@ -152,7 +158,7 @@ class Supervisor:
     def _add(self, role: str, count: int) -> None:
         for index in range(count):
             name = component_name(role, index)
-            self._components[name] = Component(role, index, name)
+            self._components[name] = Component(role, index, name, name in self._external)
             self._restarts.labels(name)
 
     # --- the loop -----------------------------------------------------------------------------
@@ -285,12 +291,12 @@ class Supervisor:
             descriptors.append(self._listener.fileno())
         command = self._command(component.role, component.index)
         component.start(command, os.environ | extra, descriptors)
-        if log.isEnabledFor(logging.DEBUG):
+        level = logging.WARNING if component.external else logging.DEBUG
+        if log.isEnabledFor(level):
             shown = {CONFIG_ENV: extra[CONFIG_ENV], METRICS_ENV: self._endpoints.metrics_dir}
             setting = " ".join(f"{key}={shlex.quote(value)}" for key, value in shown.items())
-            log.debug(
-                "%s, pid %d: %s %s", component.name, component.pid, setting, " ".join(command)
-            )
+            what = "start it yourself" if component.external else f"pid {component.pid}"
+            log.log(level, "%s, %s: %s %s", component.name, what, setting, shlex.join(command))
 
     def _reap(self) -> None:
         """Note which processes ended."""
