@@ -33,12 +33,11 @@ app.add_typer(bench, name="bench")
 
 def main() -> None:
     """Entry point. Errors that a user can mend are one line on stderr and exit code 1."""
-    from tidemill.hub import ModelError
     from tidemill.wire.errors import EngineError
 
     try:
         app()
-    except (EngineError, ModelError) as error:
+    except EngineError as error:
         fail(str(error))
     except KeyboardInterrupt:
         sys.exit(130)

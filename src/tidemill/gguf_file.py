@@ -70,7 +70,9 @@ class GGUFFile:
             raise ModelError(f"{self.path}: GGUF version {version}; versions 2 and 3 are known")
         tensors, fields = self._scalar("Q"), self._scalar("Q")
         if max(tensors, fields) > len(self._map):
-            raise ModelError(f"{self.path}: corrupt GGUF header: {tensors} tensors, {fields} fields")
+            raise ModelError(
+                f"{self.path}: corrupt GGUF header: {tensors} tensors, {fields} fields"
+            )
         for _ in range(fields):
             key = self._string()
             self.metadata[key] = self._value(self._scalar("I"))

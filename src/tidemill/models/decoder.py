@@ -6,7 +6,7 @@ A family is a mapping from its configuration and tensor names onto `DecoderConfi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from torch import Tensor
@@ -62,6 +62,14 @@ class DecoderWeights:
     layers: list[LayerWeights]
     final_norm: Tensor
     head: Weight  # the embedding itself when tied
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights as packed; a shared one counts once."""
+        parts: list[Weight | Tensor | None] = [self.embedding, self.head, self.final_norm]
+        for layer in self.layers:
+            parts += (getattr(layer, f.name) for f in fields(layer))
+        return sum({id(part): part.nbytes for part in parts if part is not None}.values())
 
 
 class Decoder:

@@ -132,7 +132,7 @@ class SafetensorsSource:
             except (OSError, SafetensorError) as error:
                 raise ModelError(f"{path / file}: {error}; fetch the file again") from None
             self._files[file] = opened
-            self._where |= dict.fromkeys(opened.keys(), file)
+            self._where |= dict.fromkeys(opened.keys(), file)  # type: ignore[no-untyped-call]
         self._left = set(self._where)
 
     def _shards(self) -> list[str]:
@@ -189,7 +189,8 @@ class DummySource:
         # Random bf16 bit patterns: sign and mantissa free, exponents around 1 / sqrt(fan-in).
         bits = np.random.default_rng(key).integers(0, 1 << 16, shape, dtype=np.uint16)
         exponent = 127 - round(np.log2(shape[1]) / 2)
-        bits = (bits & 0x807F) | np.uint16(exponent << 7)
+        bits &= np.uint16(0x807F)
+        bits |= np.uint16(exponent << 7)
         return RawWeight(name[0], "BF16", shape, bits.reshape(-1).view(np.uint8))
 
     def unused(self) -> list[str]:
