@@ -7,6 +7,7 @@ requests wait unread in the socket.
 from __future__ import annotations
 
 import logging
+import time
 
 import zmq
 
@@ -21,6 +22,7 @@ from tidemill.wire.sockets import Receiver, Sender
 from tidemill.wire.status import StatusReporter
 
 RUNNER = "runner-0"
+METRICS_INTERVAL_S = 0.05  # while steps run; the last one of a burst is counted at once
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +44,7 @@ class SchedulerProcess:
         ]
         self._reporter = StatusReporter(context, config.run_dir, "scheduler")
         self._metrics = SchedulerMetrics()
+        self._metrics_at = 0.0
         self._poller = zmq.Poller()
         self._poller.register(self._events.socket, zmq.POLLIN)
         self._scheduler: Scheduler | None = None
@@ -77,7 +80,10 @@ class SchedulerProcess:
             batches = self._scheduler.advance()
         for detokenizer, batch in batches.items():
             self._detokenizers[detokenizer].send(batch)
-        self._metrics.update(self._scheduler)
+        now = time.monotonic()
+        if now > self._metrics_at or not self._scheduler.in_flight:
+            self._metrics_at = now + METRICS_INTERVAL_S
+            self._metrics.update(self._scheduler)
 
     def _take(self, scheduler: Scheduler, message: AnyMessage) -> None:
         match message:
