@@ -38,6 +38,7 @@ import mmap
 import os
 import select
 import struct
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from enum import IntEnum
@@ -59,7 +60,7 @@ DATA_AT = 1024  # words
 _MAGIC, _VERSION, _CAPACITY, _PID, _EPOCH = range(5)
 _COUNTERS = {"runner": (8, 16), "scheduler": (24, 32)}  # (head, tail) of what goes *to* it
 
-FULL_WAIT_MS = (1, 1, 2, 5, 10)  # a producer's naps while the ring is full
+FIRST_NAP_S, LONGEST_NAP_S = 0.0005, 0.01  # of a producer while the ring is full
 
 
 class Kind(IntEnum):
@@ -198,13 +199,12 @@ class _End:
         last = max(len(words) - 1, 0) // longest * longest
         for at in range(0, last + 1, longest):
             mark = kind | MORE if at < last else kind
-            naps = iter(FULL_WAIT_MS)
-            nap = FULL_WAIT_MS[-1]
+            nap = FIRST_NAP_S
             while not self._out.push(mark, epoch, words[at : at + longest]):
                 if not give_way():
                     return
-                nap = next(naps, nap)
-                select.select([], [], [], nap / 1000)
+                time.sleep(nap)
+                nap = min(2 * nap, LONGEST_NAP_S)
             # EAGAIN: the pipe holds bytes enough to wake anyone.
             with contextlib.suppress(BlockingIOError):
                 os.write(self._wake_peer, b"\1")
