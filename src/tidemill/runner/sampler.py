@@ -1,0 +1,139 @@
+"""From logits to tokens.
+
+Order: logit_bias, penalties, bans of stop ids (min_tokens); temperature, top_k, top_p, min_p;
+one draw. Log-probabilities are those of the untouched logits. Temperatures below
+`GREEDY_BELOW` mean greedy: the largest logit, the lowest id among equals.
+
+A draw is Gumbel-max on two levels. The largest of (logit + Gumbel noise) falls on a token with
+its softmax probability (Maddison, Tarlow and Minka 2014), but noise for a whole vocabulary
+costs more than all the rest. So the vocabulary is cut into blocks of 128 tokens: the largest of
+(log of a block's mass + noise) picks a block, the largest of (logit + noise) in it a token. The
+distribution is the same, and some hundred noises do instead of V. As with plain Gumbel-max,
+small changes of the logits change few draws.
+
+The noise depends on the request's seed and the token's position alone (see `noise`): a
+request's tokens depend on nobody who shares its batch.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from tidemill.runner import logprobs, noise
+from tidemill.runner.batch import Step
+from tidemill.runner.filters import lower_bounds
+from tidemill.runner.penalties import Penalties
+from tidemill.runner.reductions import argmax, zero_below
+from tidemill.runner.slots import Slots
+from tidemill.wire.plan import F32, I32, Logprobs, StepPlan
+
+GREEDY_BELOW = 1e-5
+BLOCK = 128
+FIRST_TOKEN_COUNTER = 1 << 32  # noise counters: blocks from 0, tokens from here
+
+
+class Sampler:
+    def __init__(self, slots: Slots, vocab: int, max_len: int, device: torch.device) -> None:
+        self._slots = slots
+        self._penalties = Penalties(slots, vocab, max_len, device)
+        self._blocks = -(-vocab // BLOCK)
+        # A CPU pays for pages of these only once rows are drawn.
+        rows = slots.count
+        self._scaled = torch.empty((rows, vocab), dtype=torch.float32, device=device)
+        self._weights = torch.empty((rows, self._blocks * BLOCK), device=device)
+
+    def update(self, plan: StepPlan) -> None:
+        """Follow the plan's releases and admissions."""
+        self._penalties.update(plan)
+
+    def sample(self, logits: Tensor, step: Step) -> tuple[Tensor, Logprobs | None]:
+        """Tokens int64[S] for float32[S, V], which is overwritten; and their log-probabilities
+        if any of the rows wants them."""
+        slots = step.sampled
+        wanted = self._slots.logprobs[slots]
+        asking = np.flatnonzero(wanted >= 0)
+        raw = logits[torch.from_numpy(asking)] if len(asking) else None
+
+        self._adjust(logits, slots, step.positions)
+        tokens = self._choose(logits, slots, step.positions)
+
+        penalized = np.flatnonzero(self._slots.has_penalties[slots])
+        if len(penalized):
+            self._penalties.record(slots[penalized], tokens[torch.from_numpy(penalized)])
+        if raw is None:
+            return tokens, None
+        report = logprobs.empty(len(slots), int(wanted.max()))
+        logprobs.fill(report, asking, raw, tokens[torch.from_numpy(asking)])
+        return tokens, report
+
+    def _adjust(self, logits: Tensor, slots: I32, positions: I32) -> None:
+        """Bias, penalties and bans, in place."""
+        biased = np.flatnonzero(self._slots.has_bias[slots])
+        if len(biased):
+            entries = [self._slots.bias[slot] for slot in slots[biased].tolist()]
+            ids = np.concatenate([ids for ids, _ in entries])
+            values = np.concatenate([values for _, values in entries])
+            rows = np.repeat(biased, [len(ids) for ids, _ in entries])
+            _add_at(logits, rows, ids, values)
+        penalized = np.flatnonzero(self._slots.has_penalties[slots])
+        if len(penalized):
+            self._penalties.apply(logits, penalized, slots[penalized])
+        early = np.flatnonzero(positions < self._slots.stop_from[slots])
+        if len(early):
+            stop_ids = self._slots.stop_ids[slots[early]]
+            row, column = np.nonzero(stop_ids >= 0)
+            _add_at(
+                logits,
+                early[row],
+                stop_ids[row, column],
+                np.full(len(row), -np.inf, dtype=np.float32),
+            )
+
+    def _choose(self, logits: Tensor, slots: I32, positions: I32) -> Tensor:
+        drawn = np.flatnonzero(self._slots.temperature[slots] >= GREEDY_BELOW)
+        if not len(drawn):
+            return argmax(logits)
+        if len(drawn) == len(slots):
+            return self._draw(logits, slots, positions)
+        tokens = argmax(logits)
+        rows = torch.from_numpy(drawn).to(logits.device)
+        scaled = torch.index_select(logits, 0, rows, out=self._scaled[: len(drawn)])
+        tokens[rows] = self._draw(scaled, slots[drawn], positions[drawn])
+        return tokens
+
+    def _draw(self, logits: Tensor, slots: I32, positions: I32) -> Tensor:
+        """One token a row, int64[S]. Overwrites `logits`."""
+        params, device = self._slots, logits.device
+        count, vocab = logits.shape
+        sharpness = torch.from_numpy(1 / params.temperature[slots]).to(device)
+        scaled = logits.sub_(logits.amax(-1, keepdim=True)).mul_(sharpness[:, None])
+        padded = self._weights[:count]
+        padded[:, vocab:] = 0
+        weights = torch.exp(scaled, out=padded[:, :vocab])
+        bounds = lower_bounds(
+            scaled, weights, params.top_k[slots], params.top_p[slots], params.min_p[slots]
+        )
+        if bounds is not None:
+            zero_below(weights, scaled, bounds)
+
+        states = noise.keys(params.seed[slots], positions)
+        mass = padded.view(count, self._blocks, BLOCK).sum(-1).cpu().numpy().astype(np.float64)
+        with np.errstate(divide="ignore"):
+            scores = np.log(mass) + noise.gumbel(states, np.arange(self._blocks)[None])
+        ids = scores.argmax(-1)[:, None] * BLOCK + np.arange(BLOCK)
+        exists = ids < vocab
+        at = torch.from_numpy(np.where(exists, ids, 0)).to(device)
+        inside: F32 = scaled.gather(1, at).cpu().numpy()
+        scores = inside + noise.gumbel(states, ids + FIRST_TOKEN_COUNTER)
+        allowed = exists if bounds is None else exists & (inside >= bounds[:, None])
+        best = np.where(allowed, scores, -np.inf).argmax(-1)
+        chosen: npt.NDArray[np.int64] = np.take_along_axis(ids, best[:, None], axis=1)[:, 0]
+        return torch.from_numpy(chosen).to(device)
+
+
+def _add_at(logits: Tensor, rows: npt.NDArray[np.int64], ids: I32, values: F32) -> None:
+    at = (torch.from_numpy(rows).to(logits.device), torch.from_numpy(ids).to(logits.device))
+    logits.index_put_(at, torch.from_numpy(values).to(logits.device), accumulate=True)
