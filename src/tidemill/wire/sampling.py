@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 
 import msgspec
@@ -103,6 +104,34 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise InvalidParam("logit_bias", f"at most {MAX_LOGIT_BIAS} entries, got {len(bias)}")
         for value in bias.values():
             _between("logit_bias", value, -100.0, 100.0)
+
+
+def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
+    """Raise `InvalidParam` for a token id that the model does not have."""
+    for name, ids in (
+        ("logit_bias", tuple(params.logit_bias or ())),
+        ("stop_token_ids", params.stop_token_ids),
+    ):
+        for index in ids:
+            if not 0 <= index < vocab_size:
+                raise InvalidParam(
+                    name, f"{name}: token ids must be between 0 and {vocab_size - 1}, got {index}"
+                )
+
+
+def for_choice(params: SamplingParams, choice: int, eos_ids: tuple[int, ...]) -> SamplingParams:
+    """The parameters of one of n sequences: a seed of its own, all stop ids in one place.
+
+    Choice 0 keeps the request's seed, so that n = 1 and the first of n give the same text.
+    """
+    stops = params.stop_token_ids
+    if not params.ignore_eos:
+        stops = tuple(dict.fromkeys((*stops, *eos_ids)))
+    seed = params.seed
+    if seed is not None and choice:
+        mixed = hashlib.blake2b(f"{seed}/{choice}".encode(), digest_size=8).digest()
+        seed = int.from_bytes(mixed, "little") & MAX_SEED
+    return msgspec.structs.replace(params, n=1, seed=seed, stop_token_ids=stops)
 
 
 def _between(name: str, value: float, low: float, high: float) -> None:
