@@ -184,6 +184,22 @@ def test_the_next_turn_of_a_chat_finds_the_answer_cached() -> None:
     engine.assert_output(2, chat, params(), len(chat) + 8)
 
 
+def test_what_a_step_writes_behind_a_stop_is_not_cached() -> None:
+    """Steps in flight run on past the stop token: their KV is nobody's."""
+    prompt, seed = list(range(10)), 5
+    free, _ = expected_output(prompt, params(20, seed), seed, 30, 50)
+    wanted = params(20, seed, stop_token_ids=(free[6],))
+    engine = Engine(config=config(run_ahead=3), deliver=lambda: engine.turns % 5 == 0)
+    engine.submit(1, prompt, wanted)
+    engine.run()
+    assert len(engine.tokens[1]) == 7
+    chat = [*prompt, *free[:7], 30, 31]
+    engine.submit(2, chat, params())
+    engine.run()
+    assert engine.starts[2].cached_tokens == 16
+    engine.assert_output(2, chat, params(), len(chat) + 8)
+
+
 def test_salts_do_not_share() -> None:
     engine = Engine()
     for rid, salt in enumerate(["a", "b", "a"]):
@@ -258,6 +274,51 @@ def test_a_preempted_request_goes_on_from_the_cache() -> None:
     for rid in (1, 2):
         engine.assert_output(rid, [rid] * 15, params(20, rid), 35)
     engine.assert_idle()
+
+
+def test_nobody_starts_on_the_last_pages_that_the_running_soon_need() -> None:
+    engine = Engine(make_ready(num_pages=10, max_model_len=40), config(run_ahead=0))
+    engine.submit(1, [1] * 15, params(max_tokens=10, seed=1))
+    engine.submit(2, [2] * 23, params(max_tokens=10, seed=2))  # just fits beside it, at first
+    engine.turn()
+    assert (engine.scheduler.stats.running, engine.scheduler.stats.waiting) == (1, 1)
+    engine.run()
+    assert engine.scheduler.stats.preemptions == 0
+    for rid, prompt in ((1, [1] * 15), (2, [2] * 23)):
+        engine.assert_output(rid, prompt, params(10, rid), len(prompt) + 10)
+
+
+def test_results_from_before_a_preemption_are_nobodys() -> None:
+    """A request is preempted mid-prefill; some of its results come while it waits, the others
+    when it has started again."""
+    arrived = 0
+
+    def deliver() -> bool:
+        nonlocal arrived
+        arrived -= 1
+        return arrived >= 0
+
+    engine = Engine(
+        make_ready(num_pages=10, max_model_len=40, max_batch_tokens=3),
+        config(run_ahead=13),
+        deliver=deliver,
+    )
+    wanted = params(4, seed=2, prompt_logprobs=1)
+    engine.submit(1, [1] * 7, params(30, seed=1))
+    engine.submit(2, list(range(23)), wanted)
+    engine.turn()
+    stats = engine.scheduler.stats
+    assert (stats.preemptions, stats.running, stats.waiting) == (1, 1, 1)
+    arrived = 6
+    engine.turn()
+    assert engine.scheduler.stats.waiting == 1
+    engine.scheduler.abort(1)
+    engine.scheduler._config = config(run_ahead=20)
+    engine.turn()
+    assert (engine.scheduler.stats.running, engine.scheduler.in_flight) == (1, 21)
+    arrived = 1000
+    engine.run()
+    engine.assert_output(2, list(range(23)), wanted, 27)
 
 
 def test_everyone_ends_in_a_cache_that_barely_holds_one() -> None:
@@ -468,6 +529,29 @@ def test_streams_go_on_with_a_new_runner() -> None:
     for rid in range(10):
         engine.assert_output(rid, [1, 2, rid], params(max_tokens=20, seed=rid), 23)
     assert all(start.attempt == 0 for start in engine.starts.values())  # told once
+
+
+def test_prompt_logprobs_that_were_reported_are_not_again_with_a_new_runner() -> None:
+    wanted = params(prompt_logprobs=0)
+    engine = Engine(make_ready(max_batch_tokens=5), config(run_ahead=0))
+    engine.submit(1, list(range(20)), wanted)
+    for _ in range(3):
+        engine.turn()
+    assert len(engine.prompt_logprobs[1]) == 10
+    engine.lose_runner()
+    engine.attach_runner()
+    engine.run()
+    engine.assert_output(1, list(range(20)), wanted, 28)
+
+
+def test_a_smaller_new_runner_ends_open_requests_earlier() -> None:
+    engine = Engine()
+    engine.submit(1, [1] * 10, params(max_tokens=None))
+    engine.turn()
+    engine.lose_runner()
+    engine.attach_runner(make_ready(max_model_len=40))
+    engine.run()
+    assert (engine.ends[1].reason, len(engine.tokens[1])) == ("length", 30)
 
 
 def test_a_smaller_new_runner_refuses_what_no_longer_fits() -> None:

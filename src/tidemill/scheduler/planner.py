@@ -134,7 +134,11 @@ class Planner:
 
     def _admit(self, draft: Draft) -> None:
         """Start requests while there are tokens, slots and pages. The queue's head is never
-        passed over, so a large request waits only for those before it."""
+        passed over, so a large request waits only for those before it.
+
+        Each start takes a token of the budget, so the running requests never outnumber it, and
+        a decode step always fits.
+        """
         while draft.budget > 0 and self._slots.free:
             request = self._queue.peek()
             if request is None:

@@ -28,6 +28,7 @@ from tidemill.wire.messages import (
 from tidemill.wire.plan import I32, Logprobs, StepResult
 
 FINISH_REASONS: dict[int, FinishReason] = {1: "stop", 2: "length"}  # StepResult.finished
+HISTORY = 4096  # times kept for whoever asks; the inline engine may have nobody who does
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +80,8 @@ class Scheduler:
         self._generated_tokens = 0
         self._planning_seconds = 0.0
         self._device_seconds = 0.0
-        self._step_times: list[StepTimes] = []
-        self._queue_times: list[float] = []
+        self._step_times: deque[StepTimes] = deque(maxlen=HISTORY)
+        self._queue_times: deque[float] = deque(maxlen=HISTORY)
         self._link: RunnerLink | None = None
         self.attach(ready, link)
 
@@ -187,8 +188,7 @@ class Scheduler:
         self._cache = KVCache(ready.num_pages, ready.page_size, self._config.prefix_cache)
         budget = min(ready.max_batch_tokens, self._config.max_batch_tokens or 2**31)
         slots = SlotTable.create(
-            # Decode rows must fit into one step.
-            slots=min(ready.max_running_requests, budget),
+            slots=ready.max_running_requests,
             max_len=self._capacity.tokens,
             page_size=ready.page_size,
         )
@@ -234,13 +234,16 @@ class Scheduler:
         )
 
     def take_step_times(self) -> list[StepTimes]:
-        """Steps that finished since the last call."""
-        taken, self._step_times = self._step_times, []
+        """Steps that finished since the last call, at most the last HISTORY."""
+        taken = list(self._step_times)
+        self._step_times.clear()
         return taken
 
     def take_queue_times(self) -> list[float]:
-        """Seconds from submission to admission, of requests admitted since the last call."""
-        taken, self._queue_times = self._queue_times, []
+        """Seconds from submission to admission, of requests admitted since the last call, at
+        most the last HISTORY."""
+        taken = list(self._queue_times)
+        self._queue_times.clear()
         return taken
 
     # --- results ------------------------------------------------------------------------------

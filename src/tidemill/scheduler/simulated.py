@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tidemill.wire.messages import RunnerReady
-from tidemill.wire.plan import F32, I32, Logprobs, RowFlags, SlotInit, StepPlan, StepResult
+from tidemill.wire.plan import EMPTY, F32, I32, Logprobs, RowFlags, SlotInit, StepPlan, StepResult
 from tidemill.wire.sampling import SamplingParams
 
 U64 = npt.NDArray[np.uint64]
@@ -93,6 +93,7 @@ class _Slot:
     pages: list[int] = field(default_factory=list)
     length: int = 0  # positions whose KV this slot may rely on
     last_token: int | None = None  # sampled, not yet an input
+    finished: int = 0  # as in StepResult
 
     @property
     def wanted_logprobs(self) -> int:
@@ -204,7 +205,8 @@ class SimulatedRunner:
                 own = positions[pages == page] % size
                 self._check_free_to_write(page, int(own[0]), int(own[-1]) + 1, writer=slot)
             self._tokens[pages, positions % size] = ids
-            self._positions[pages, positions % size] = positions
+            # What a step writes for a request that has finished is nobody's to read.
+            self._positions[pages, positions % size] = -1 if state.finished else positions
         for slot, start, count, _ in plan.rows.tolist():
             self.slots[slot].length = start + count
 
@@ -233,7 +235,7 @@ class SimulatedRunner:
         prompt_logprobs: list[tuple[int, Logprobs]] = []
         for row, (slot, start, count, flags) in enumerate(plan.rows.tolist()):
             state = self.slots[slot]
-            ids = self._context(state)
+            ids = EMPTY if state.finished else self._context(state)
             if flags & RowFlags.PROMPT_LOGPROBS:
                 end = min(start + count, state.init.prompt_len - 1)
                 wanted = state.init.params.prompt_logprobs
@@ -241,12 +243,12 @@ class SimulatedRunner:
                 _require(len(state.init.history) > end, f"slot {slot}: no history")
                 prompt_logprobs.append((row, self._logprobs(range(start, end), wanted or 0)))
             if flags & RowFlags.SAMPLE:
-                token, end_code = sample(
+                state.last_token, ended = sample(
                     state.init, context_hash(ids), len(ids), self._ready.vocab_size
                 )
-                state.last_token = token
-                tokens.append(token)
-                finished.append(end_code)
+                state.finished = state.finished or ended
+                tokens.append(state.last_token)
+                finished.append(ended)
                 sampled.append(state)
         wanted = max((state.wanted_logprobs for state in sampled), default=-1)
         logprobs = None
