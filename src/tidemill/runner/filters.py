@@ -9,6 +9,7 @@ set depends on values alone, never on the order in which a sort leaves equals.
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from tidemill.runner.reductions import largest
@@ -43,7 +44,7 @@ def lower_bounds(scaled: Tensor, weights: Tensor, top_k: I32, top_p: F32, min_p:
 
 def _last_kept(
     best: F32, total: F32, top_k: I32, top_p: F32, vocab: int
-) -> tuple[np.ndarray[tuple[int], np.dtype[np.bool_]], np.ndarray[tuple[int], np.dtype[np.int64]]]:
+) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.intp]]:
     """Where in `best` (largest first) the last token stands that both filters keep, and whether
     `best` reaches that far at all."""
     width = best.shape[1]

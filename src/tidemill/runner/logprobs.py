@@ -4,10 +4,11 @@ filters (what OpenAI's API documents and vLLM calls raw logprobs)."""
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tidemill.wire.plan import F32, I32, Logprobs
+from tidemill.wire.plan import F32, Logprobs
 
 
 def empty(count: int, alternatives: int) -> Logprobs:
@@ -20,7 +21,9 @@ def empty(count: int, alternatives: int) -> Logprobs:
     )
 
 
-def fill(into: Logprobs, rows: slice | I32, logits: Tensor, tokens: Tensor) -> None:
+def fill(
+    into: Logprobs, rows: slice | npt.NDArray[np.intp], logits: Tensor, tokens: Tensor
+) -> None:
     """Enter the log-probabilities of `tokens` int64[N] under `logits` float32[N, V], and as
     many best alternatives as `into` has room for."""
     alternatives = into.top_ids.shape[1]

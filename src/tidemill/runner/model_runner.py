@@ -143,7 +143,7 @@ class ModelRunner:
         if not len(step.sampled):
             nothing = np.empty(0, dtype=np.int32)
             return StepResult(number, nothing, nothing)
-        chosen, report = self._sampler.sample(logits, step)
+        chosen, report = self._sampler.sample(logits, step.sampled, step.positions)
         self._slots.last_token[step.sampled_on_device] = chosen.int()
         tokens = chosen.cpu().numpy().astype(np.int32)
         finished = self._slots.finished(step.sampled, step.positions, tokens)

@@ -8,11 +8,12 @@ request's distinct tokens, not to the vocabulary.
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from tidemill.runner.slots import Slots
-from tidemill.wire.plan import I32, StepPlan
+from tidemill.wire.plan import F32, I32, StepPlan
 
 NEVER = -1  # in `counts`: occurred neither in the prompt (0) nor in the output (1 and up)
 
@@ -37,7 +38,7 @@ class Penalties:
             if init.params.has_penalties:
                 self._load(init.slot, init.history, init.prompt_len)
 
-    def apply(self, logits: Tensor, rows: I32, slots: I32) -> None:
+    def apply(self, logits: Tensor, rows: npt.NDArray[np.intp], slots: I32) -> None:
         """Penalize float32[S, V] in place in `rows`, which belong to `slots`.
 
         Repetition as in CTRL (Keskar et al. 2019): a positive logit is divided by the penalty,
@@ -52,7 +53,7 @@ class Penalties:
         counts = self._counts[own[:, None], ids]
         values = logits[at]
 
-        def column(values: np.ndarray[tuple[int], np.dtype[np.float32]]) -> Tensor:
+        def column(values: F32) -> Tensor:
             return torch.from_numpy(values[slots]).to(device)[:, None]
 
         repetition = column(self._slots.repetition)

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from tidemill.runner import logprobs, noise
-from tidemill.runner.batch import Step
 from tidemill.runner.filters import lower_bounds
 from tidemill.runner.penalties import Penalties
 from tidemill.runner.reductions import argmax, zero_below
@@ -49,16 +48,15 @@ class Sampler:
         """Follow the plan's releases and admissions."""
         self._penalties.update(plan)
 
-    def sample(self, logits: Tensor, step: Step) -> tuple[Tensor, Logprobs | None]:
+    def sample(self, logits: Tensor, slots: I32, positions: I32) -> tuple[Tensor, Logprobs | None]:
         """Tokens int64[S] for float32[S, V], which is overwritten; and their log-probabilities
-        if any of the rows wants them."""
-        slots = step.sampled
+        if any of the rows wants them. Row i belongs to slots[i], its token to positions[i]."""
         wanted = self._slots.logprobs[slots]
         asking = np.flatnonzero(wanted >= 0)
         raw = logits[torch.from_numpy(asking)] if len(asking) else None
 
-        self._adjust(logits, slots, step.positions)
-        tokens = self._choose(logits, slots, step.positions)
+        self._adjust(logits, slots, positions)
+        tokens = self._choose(logits, slots, positions)
 
         penalized = np.flatnonzero(self._slots.has_penalties[slots])
         if len(penalized):
@@ -134,6 +132,6 @@ class Sampler:
         return torch.from_numpy(chosen).to(device)
 
 
-def _add_at(logits: Tensor, rows: npt.NDArray[np.int64], ids: I32, values: F32) -> None:
+def _add_at(logits: Tensor, rows: npt.NDArray[np.intp], ids: I32, values: F32) -> None:
     at = (torch.from_numpy(rows).to(logits.device), torch.from_numpy(ids).to(logits.device))
     logits.index_put_(at, torch.from_numpy(values).to(logits.device), accumulate=True)
