@@ -35,9 +35,9 @@ struct PrefillAttention {
 };
 
 // Every thread of a pool calls this with the same `a`. `scratch` as for the GEMM.
-void attention_prefill_amx(const PrefillAttention& a, int thread, int threads, void* scratch);
-void attention_prefill_avx512bf16(const PrefillAttention& a, int thread, int threads, void* scratch);
-void attention_prefill_avx512(const PrefillAttention& a, int thread, int threads, void* scratch);
-void attention_prefill_avx2(const PrefillAttention& a, int thread, int threads, void* scratch);
+using PrefillFunction = void(const PrefillAttention& a, int thread, int threads, void* scratch);
+
+PrefillFunction attention_prefill_amx, attention_prefill_avx512bf16, attention_prefill_avx512,
+    attention_prefill_avx2;
 
 }  // namespace tidemill

@@ -35,14 +35,11 @@ struct Gemm {
 
 // Every thread of a pool calls this with the same `g`; each computes its own part of the outputs.
 // `scratch`: kGemmScratchBytes of its own, aligned to 64.
-using GemmFunction = void (*)(const Gemm& g, int thread, int threads, void* scratch);
+using GemmFunction = void(const Gemm& g, int thread, int threads, void* scratch);
 
-void gemm_amx(const Gemm&, int, int, void*);
-void gemm_avx512bf16(const Gemm&, int, int, void*);
-void gemm_avx512(const Gemm&, int, int, void*);
-void gemm_avx512vnni(const Gemm&, int, int, void*);
-void gemm_avx2(const Gemm&, int, int, void*);
-void gemm_avxvnni(const Gemm&, int, int, void*);
+GemmFunction gemm_amx, gemm_avx512bf16, gemm_avx512, gemm_avx2;
+// For u4 and u8 weights alone.
+GemmFunction gemm_avx512vnni, gemm_avxvnni;
 
 constexpr size_t kGemmScratchBytes = 8 << 20;  // rarely touched beyond the first
 
