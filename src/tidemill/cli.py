@@ -51,8 +51,10 @@ def fail(message: str) -> NoReturn:
 # --- options that several commands share -------------------------------------------------------
 
 
-def _size(text: str) -> int:
-    """Bytes from "512MiB", "2G", "1073741824"."""
+def _size(text: str | int) -> int:
+    """Bytes from "512MiB", "2G", "1073741824"; a default is a number already."""
+    if isinstance(text, int):
+        return text
     units = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
     number = text.strip().lower().removesuffix("ib").removesuffix("b")
     unit = number[-1:] if number[-1:] in units else ""

@@ -198,8 +198,9 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         progress: bool,
     ) -> list[RequestOutput]:
-        each = [params or SamplingParams()] * len(prompts)
-        if params is not None and not isinstance(params, SamplingParams):
+        if params is None or isinstance(params, SamplingParams):
+            each = [params or SamplingParams()] * len(prompts)
+        else:
             each = list(params)
         if len(each) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts, but {len(each)} sampling parameters")
