@@ -16,8 +16,8 @@ class VnniKernel {
   static constexpr int kTile = 1;
   static constexpr int kRowTile = 1;
   static constexpr int kRows = 12;  // 12 sums, 8 vectors of weights, their scales and minima
-  // Weights may come from L3, so that rows are rounded once for as many panels as can be.
-  static constexpr int64_t kGroupBytes = 2 << 20;
+  // Of at least 1 MiB of L2. Rows are rounded again for every group.
+  static constexpr int64_t kGroupBytes = 512 << 10;
   static constexpr int64_t kChunk = 2048;
 
   static int block_rows(int64_t left) { return even_block(left, kRows); }
