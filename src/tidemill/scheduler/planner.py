@@ -76,6 +76,7 @@ class Planner:
         self._queue = queue
         self._cache = cache
         self._max_batch_tokens = max_batch_tokens
+        self._refused: tuple[Request | None, int, int] | None = None
         self.preemptions = 0
         self._batch = self._decode_batch(np.empty(0, dtype=np.int64), (-1, b""))
 
@@ -141,7 +142,8 @@ class Planner:
         """
         while draft.budget > 0 and self._slots.free:
             request = self._queue.peek()
-            if request is None:
+            situation = (request, self._running.departures, self._cache.tree.num_pages)
+            if request is None or situation == self._refused:
                 return
             # Every running request soon wants a page: taking the last ones means preemption.
             reserved = self._cache.reserve(
@@ -152,6 +154,8 @@ class Planner:
                 step=draft.step,
             )
             if reserved is None:
+                # Asking again is in vain until someone leaves or publishes, or a pin is lifted.
+                self._refused = None if draft.copies else situation
                 return
             self._queue.pop()
             slot = self._running.enter(request, reserved)
@@ -193,7 +197,7 @@ class Planner:
             slots.goal[slot] = request.max_len - 1
             self._running.prefilling.remove(request)
         draft.rows.append((slot, start, count, int(flags)))
-        draft.tokens.append(slots.ids[slot, start:end].copy())
+        draft.tokens.append(slots.ids[slot, start:end])
         draft.budget -= count
         slots.planned[slot] = end
         self._cache.publish(
