@@ -1,0 +1,264 @@
+"""The text of any chunking is the one-shot text; stop strings never leak; a resume from what was
+delivered continues it exactly."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tidemill.text.detokenizer import Detokenizer
+from tidemill.wire.messages import (
+    ErrorInfo,
+    RequestEnd,
+    RequestStart,
+    TextDelta,
+    TokenBatch,
+    TokenLogprobs,
+    bytes_to_ids,
+    ids_to_bytes,
+)
+from tidemill.wire.sampling import SamplingParams
+
+RID = 7
+
+
+def start(params=None, output=(), prompt=(65,), attempt=0, **more):
+    return RequestStart(
+        rid=RID,
+        worker=1,
+        attempt=attempt,
+        prompt_ids=ids_to_bytes(list(prompt)),
+        output_ids=ids_to_bytes(list(output)),
+        cached_tokens=3,
+        params=params or SamplingParams(),
+        **more,
+    )
+
+
+def batch(tokens=(), starts=(), end=None, **more):
+    return TokenBatch(
+        rids=np.full(len(tokens), RID, dtype="<i8").tobytes(),
+        tokens=ids_to_bytes(list(tokens)),
+        starts=list(starts),
+        ends=[end] if end is not None else [],
+        **more,
+    )
+
+
+def run(vocab, chunks, params=None, end=None, **more) -> tuple[list[TextDelta], list]:
+    """Feed chunks of tokens, the end with the last; returns all deltas and Stopped messages."""
+    made, stopped = [], []
+    detokenizer = Detokenizer(vocab)
+    end = end or RequestEnd(rid=RID, reason="length")
+    for number, chunk in enumerate(chunks):
+        texts, stops = detokenizer.handle(
+            batch(
+                chunk,
+                starts=[start(params, **more)] if number == 0 else [],
+                end=end if number == len(chunks) - 1 else None,
+            )
+        )
+        stopped += stops
+        for worker, text in texts.items():
+            assert worker == 1
+            made += text.deltas
+    assert not detokenizer._requests, "state is left behind"
+    return made, stopped
+
+
+def chunked(data, tokens):
+    chunks, at = [], 0
+    while at < len(tokens):
+        size = data.draw(st.integers(1, 4))
+        chunks.append(tokens[at : at + size])
+        at += size
+    return chunks or [[]]
+
+
+def ids_of(vocab):
+    return st.lists(st.integers(0, vocab.size - 1), max_size=40)
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
+@pytest.mark.parametrize("skip", [True, False])
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_any_chunking_gives_the_one_shot_text(kind, skip, data, request):
+    vocab = request.getfixturevalue(kind)
+    tokens = data.draw(ids_of(vocab))
+    deltas, _ = run(vocab, chunked(data, tokens), SamplingParams(skip_special_tokens=skip))
+    # A continuation keeps its first space, so the reference decodes with a token before it.
+    anchor = vocab.token_bytes.index(b"A") if b"A" in vocab.token_bytes else 3 + 65
+    expected = vocab.decode([anchor, *tokens], skip).removeprefix("A")
+    assert "".join(delta.text for delta in deltas) == expected
+    assert [delta.finish for delta in deltas].count("length") == 1
+    assert deltas[-1].finish == "length"
+    assert deltas[-1].generated == len(tokens)
+    got = [i for delta in deltas for i in bytes_to_ids(delta.ids)]
+    assert got == tokens
+    at = 0
+    for delta in deltas:
+        assert delta.offset == at
+        at += len(delta.text)
+
+
+def test_the_package_decodes_alike(byte_level, sentencepiece):
+    """Our byte tables against the tokenizers package's own decoder, on valid text."""
+    for vocab in (byte_level, sentencepiece):
+        texts = ["the cat", "日本 é", "a\n\nb", "🎉🎉 the"]
+        for text in texts:
+            ids = vocab.tokenizer.encode(
+                text.replace(" ", "▁") if vocab.strips_first_space else text
+            ).ids
+            assert vocab.decode(ids, True) == vocab.tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def test_half_a_character_is_held_back(byte_level):
+    emoji = list("🎉".encode())
+    deltas, _ = run(byte_level, [[b] for b in emoji] + [[65]])
+    assert [delta.text for delta in deltas] == ["🎉", "A"]
+    assert list(bytes_to_ids(deltas[0].ids)) == emoji
+
+
+def test_an_unfinished_character_is_replaced_at_the_end(byte_level):
+    deltas, _ = run(byte_level, [[65, 0xF0]])
+    assert deltas[-1].text == "A\ufffd"
+
+
+STOPS = ["the", "END", "A", " t", "xx", "é"]
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_stop_strings_against_a_naive_search(data, byte_level):
+    vocab = byte_level
+    stops = tuple(data.draw(st.lists(st.sampled_from(STOPS), min_size=1, max_size=3, unique=True)))
+    include = data.draw(st.booleans())
+    pieces = st.one_of(
+        st.integers(0, vocab.size - 1), st.sampled_from([ord(c) for c in "theENDxA "])
+    )
+    tokens = data.draw(st.lists(pieces, max_size=30))
+    params = SamplingParams(stop=stops, include_stop_str_in_output=include)
+    deltas, stopped = run(vocab, chunked(data, tokens), params)
+    text = "".join(delta.text for delta in deltas)
+    # Naive: after each token, does the whole text so far hold a stop string?
+    expected, reason, count = vocab.decode(tokens, True), None, len(tokens)
+    for length in range(1, len(tokens) + 1):
+        whole = b"".join(
+            vocab.token_bytes[t] for t in tokens[:length] if t not in vocab.special
+        ).decode("utf-8", errors="ignore")
+        found = [(whole.find(s), -len(s), s) for s in stops if s in whole]
+        if found:
+            at, _, reason = min(found)
+            expected, count = whole[: at + len(reason) if include else at], length
+            break
+    if reason is not None and "\ufffd" in expected:
+        return  # the naive search drops broken bytes; where it matters it cannot tell
+    if reason is None:
+        assert text == expected
+        assert not stopped
+        assert deltas[-1].finish == "length"
+    elif "\ufffd" not in text:
+        assert text == expected
+        assert [s.rid for s in stopped] == [RID]
+        assert deltas[-1].finish == "stop"
+        assert deltas[-1].stop_reason == reason
+        assert deltas[-1].generated == count
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_resume_from_the_delivered_ids_gives_the_rest(data, byte_level):
+    vocab = byte_level
+    params = SamplingParams(stop=("END", "th"), min_tokens=data.draw(st.integers(0, 6)))
+    tokens = data.draw(ids_of(vocab))
+    whole, _ = run(vocab, [[t] for t in tokens] or [[]], params)
+    expected = "".join(delta.text for delta in whole)
+
+    cut = data.draw(st.integers(0, len(tokens)))
+    first, delivered, text = Detokenizer(vocab), [], ""
+    ended = False
+    texts, _ = first.handle(batch(starts=[start(params)]))
+    for token in tokens[:cut]:
+        texts, _ = first.handle(batch([token]))
+        for delta in (d for t in texts.values() for d in t.deltas):
+            text += delta.text
+            delivered += list(bytes_to_ids(delta.ids))
+            ended = ended or delta.finish is not None
+    if ended:
+        assert text == expected
+        return
+    # The process dies; another one starts from the delivered ids.
+    second = Detokenizer(vocab)
+    rest = tokens[len(delivered) :]
+    end = RequestEnd(rid=RID, reason="length")
+    out = []
+    for number, token in enumerate([*rest, None]):
+        made, _ = second.handle(
+            batch(
+                [] if token is None else [token],
+                starts=[start(params, delivered, attempt=1)] if number == 0 else [],
+                end=end if token is None else None,
+            )
+        )
+        out += [d for t in made.values() for d in t.deltas]
+    for delta in out:
+        assert delta.attempt == 1
+        assert delta.offset <= len(text)
+        text += delta.text[len(text) - delta.offset :]
+    assert text == expected
+
+
+def test_stop_token_text_is_dropped(byte_level):
+    end = RequestEnd(rid=RID, reason="stop", stop_token=ord("B"))
+    deltas, _ = run(byte_level, [[65], [66]], end=end)
+    assert "".join(delta.text for delta in deltas) == "A"
+    assert deltas[-1].stop_reason == ord("B")
+    kept = SamplingParams(include_stop_str_in_output=True)
+    deltas, _ = run(byte_level, [[65], [66]], kept, end=end)
+    assert "".join(delta.text for delta in deltas) == "AB"
+
+
+def test_tokens_after_a_stop_string_are_ignored(byte_level):
+    detokenizer = Detokenizer(byte_level)
+    params = SamplingParams(stop=("B",))
+    texts, stopped = detokenizer.handle(batch([65, 66, 67], starts=[start(params)]))
+    assert [d.text for d in texts[1].deltas] == ["A"]
+    assert len(stopped) == 1
+    assert detokenizer.handle(batch([68], end=RequestEnd(rid=RID, reason="length"))) == ({}, [])
+
+
+def test_errors_end_a_request_with_their_reason(byte_level):
+    info = ErrorInfo(status=400, message="no")
+    end = RequestEnd(rid=RID, reason="error", error=info)
+    deltas, _ = run(byte_level, [[65]], end=end)
+    assert deltas[-1].error == info
+    assert deltas[-1].finish == "error"
+
+
+def test_logprobs_carry_text_and_bytes(byte_level):
+    entry = TokenLogprobs(token=65, logprob=-0.5, rank=0, ids=[65, 0xF0], values=[-0.5, -2.0])
+    detokenizer = Detokenizer(byte_level)
+    texts, _ = detokenizer.handle(batch([65], starts=[start()], logprobs=[entry]))
+    (made,) = texts[1].deltas[0].logprobs
+    assert (made.token, made.bytes, made.logprob) == ("A", [65], -0.5)
+    assert made.top == [("A", 65, [65], -0.5), ("\ufffd", 0xF0, [0xF0], -2.0)]
+
+
+def test_echo_and_prompt_logprobs_come_with_the_first_delta(byte_level):
+    entry = TokenLogprobs(token=66, logprob=-1.0, rank=0, ids=[], values=[])
+    params = SamplingParams(prompt_logprobs=0)
+    detokenizer = Detokenizer(byte_level)
+    texts, _ = detokenizer.handle(
+        batch(
+            [67],
+            starts=[start(params, prompt=(65, 66), want_prompt_text=True)],
+            prompt_logprobs=[(RID, [entry])],
+        )
+    )
+    (delta,) = texts[1].deltas
+    assert delta.prompt_text == "AB"
+    assert delta.prompt_logprobs[0] is None
+    assert delta.prompt_logprobs[1].token == "B"
