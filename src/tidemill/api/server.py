@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 
 import msgspec
 import uvicorn
+from starlette import datastructures
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -114,24 +115,35 @@ async def _bug(request: Request, error: Exception) -> Response:
 
 
 class _Server(uvicorn.Server):
-    """Reports readiness once it accepts connections."""
+    """Reports readiness once it accepts connections, and ends by itself when the engine drains
+    and the last request is done. Until then it answers, if only with 503."""
 
-    def __init__(self, config: uvicorn.Config, reporter: StatusReporter) -> None:
+    def __init__(
+        self, config: uvicorn.Config, reporter: StatusReporter, state: datastructures.State
+    ) -> None:
         super().__init__(config)
         self._reporter = reporter
+        self._state = state  # the application's
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._reporter.ready()
 
+    async def on_tick(self, counter: int) -> bool:
+        client: EngineClient = self._state.client
+        drained = client.snapshot.state == "draining" and not client.open_requests
+        return drained or await super().on_tick(counter)
+
 
 def main(config: EngineConfig, index: int) -> None:
-    """Serve on the inherited socket until SIGTERM; then finish open requests and return."""
+    """Serve on the inherited socket until the engine has drained, or until SIGTERM; then finish
+    open requests and return."""
     import zmq
 
     reporter = StatusReporter(zmq.Context.instance(), config.run_dir, f"server-{index}")
+    app = make_app(config, index)
     settings = uvicorn.Config(
-        make_app(config, index),
+        app,
         host=config.host,
         port=config.port,
         loop="uvloop",
@@ -142,7 +154,7 @@ def main(config: EngineConfig, index: int) -> None:
         timeout_graceful_shutdown=max(1, int(config.drain_timeout)),
         timeout_keep_alive=75,
     )
-    server = _Server(settings, reporter)
+    server = _Server(settings, reporter, app.state)
     inherited = os.environ.get("TIDEMILL_LISTEN_FD")
     sockets = [socket.socket(fileno=int(inherited))] if inherited is not None else None
     server.run(sockets)
