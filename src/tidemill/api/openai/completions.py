@@ -59,10 +59,7 @@ async def completions(request: Request) -> Response:
 
 async def _prompts(client: EngineClient, body: CompletionRequest) -> list[Prompt]:
     """The request's prompts as ids. EOS ids come from the tokenizer, whatever the form."""
-    given = body.prompt
-    if not given:
-        raise APIError(400, "the prompt is empty: it needs at least one token", "prompt")
-    items: list[Any] = [given] if isinstance(given, str) or isinstance(given[0], int) else given
+    items = _items(body.prompt)
     if len(items) > client.config.max_choices:
         raise APIError(
             400,
@@ -77,7 +74,11 @@ async def _prompts(client: EngineClient, body: CompletionRequest) -> list[Prompt
         return [Prompt(ids, answer.eos_ids) for ids in answer.prompts]
     vocab = require_ready(client).vocab_size
     made = []
+    encoded = iter(answer.prompts)
     for item in items:
+        if isinstance(item, str):
+            made.append(Prompt(next(encoded), answer.eos_ids))
+            continue
         outside = [token for token in item if not 0 <= token < vocab]
         if outside:
             raise APIError(
@@ -88,6 +89,20 @@ async def _prompts(client: EngineClient, body: CompletionRequest) -> list[Prompt
             )
         made.append(Prompt(ids_to_bytes(item), answer.eos_ids))
     return made
+
+
+def _items(given: str | list[str | int | list[int]]) -> list[str | list[int]]:
+    """The prompts one by one. Raises APIError for a mixture that means nothing."""
+    if isinstance(given, str):
+        return [given]
+    ids = [item for item in given if isinstance(item, int)]
+    if ids and len(ids) == len(given):
+        return [ids]
+    if ids:
+        raise APIError(400, "prompt mixes token ids with texts or lists", "prompt", "invalid_type")
+    if not given:
+        raise APIError(400, "the prompt is empty: it needs at least one token", "prompt")
+    return [item for item in given if not isinstance(item, int)]
 
 
 def _head(job: Job, body: CompletionRequest) -> dict[str, Any]:

@@ -103,7 +103,7 @@ class ChatRequest(Sampling, kw_only=True):
 
 
 class CompletionRequest(Sampling, kw_only=True):
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | list[str | int | list[int]]  # one text or its ids, or several of either
     logprobs: int | None = None
     echo: bool | None = False
     suffix: str | None = None
@@ -159,7 +159,7 @@ def sampling_params(request: ChatRequest | CompletionRequest, max_choices: int) 
     `max_tokens` is None where the request leaves it to the endpoint.
     """
     _refuse_unsupported(request)
-    stop = request.stop or ()
+    stop = () if request.stop is None else request.stop
     if request.n is not None and request.n > max_choices:
         raise APIError(400, f"n must be at most {max_choices}, got {request.n}", "n")
     values: dict[str, Any] = {
