@@ -213,8 +213,9 @@ class Planner:
         recipients = draft.decode.recipients
         kind: StepKind = "decode"
         rows = draft.decode.rows.copy()
-        rows[:, 1] = slots.planned[decode]
-        slots.planned[decode] += 1
+        positions = slots.planned[decode]
+        rows[:, 1] = positions
+        slots.planned[decode] = positions + 1
         plan = StepPlan(step=draft.step, rows=rows)
         if draft.rows:
             kind = "mixed" if len(decode) else "prefill"
@@ -225,7 +226,7 @@ class Planner:
         if self._running.released:
             plan.release = np.array(self._running.take_released(), dtype=np.int32)
         if draft.pages:
-            plan.pages = np.concatenate(draft.pages)
+            plan.pages = np.concatenate(draft.pages) if len(draft.pages) > 1 else draft.pages[0]
         if draft.copies:
             plan.copies = np.array(draft.copies, dtype=np.int32)
         plan.admit = draft.admit

@@ -71,10 +71,12 @@ class SlotTable:
 
     def add_pages(self, slots: I64, pages: I32) -> I32:
         """One page more for each of `slots`; returns the plan's rows (slot, index, page)."""
-        index = self.room[slots] // self.page_size
-        self.pages[slots, index] = pages
-        self.room[slots] += self.page_size
-        return np.array((slots, index, pages), dtype=np.int32).T
+        room = self.room[slots]
+        self.room[slots] = room + self.page_size
+        rows = np.empty((len(slots), 3), dtype=np.int32)
+        rows[:, 0], rows[:, 1], rows[:, 2] = slots, room // self.page_size, pages
+        self.pages[slots, rows[:, 1]] = pages
+        return rows
 
     def vacate(self, slot: int) -> None:
         self.epoch[slot] += 1
