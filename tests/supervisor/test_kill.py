@@ -1,6 +1,8 @@
-"""A real engine under SIGKILL: streams pause, go on, and say what they would have said.
+"""The engine under SIGKILL: streams pause, go on, and say what they would have said.
 
-float32 is the exact mode, so recomputing what was lost gives the same tokens.
+Once with a simulated runner, whose tokens are a hash of all that came before, as bytes that are
+mostly no valid UTF-8: one wrong or missing token, and all text behind it differs. Once with the
+real model, in float32, the exact mode, so recomputing what was lost gives the same tokens.
 """
 
 from __future__ import annotations
@@ -19,15 +21,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tidemill import hub
 
 LIMIT_S = 120.0  # only a failure takes so long
-STREAMS = 8
-TOKENS = 64
-KILL_AT = 8  # tokens of each stream
+KILL_AT = 8  # events of each stream
+SIMULATED = Path(__file__).with_name("simulated.py")
 PROMPTS = [
     "The tide comes in when",
     "Once upon a time, a miller",
@@ -40,12 +41,24 @@ PROMPTS = [
 ]
 
 
-def model_path() -> Path:
+def real_command(port: int) -> list[str]:
     named = os.environ.get("TIDEMILL_TEST_MODEL")
     path = Path(named) if named else hub.cached_default_model()
     if path is None:
         pytest.skip("the default model is not cached: tidemill pull smollm2")
-    return path
+    flags = ["--dtype", "float32", "--max-model-len", "512", "--kv-memory", "64MiB"]
+    return [sys.executable, "-m", "tidemill", "serve", str(path), "--port", str(port), *flags]
+
+
+def simulated_command(port: int, folder: Path) -> list[str]:
+    """The model is a tokenizer whose tokens are the 256 bytes."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({each: at for at, each in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text("{}")
+    return [sys.executable, str(SIMULATED), "supervise", str(folder), str(port)]
 
 
 @dataclass
@@ -53,6 +66,7 @@ class Engine:
     process: subprocess.Popen[bytes]
     base: str
     log: Path
+    tokens: int  # of each stream
 
     def get(self, path: str) -> httpx.Response:
         return httpx.get(f"{self.base}{path}", timeout=LIMIT_S)
@@ -70,13 +84,9 @@ class Engine:
         pytest.fail(f"not ready:\n{self.log.read_text()}")
 
     def pid(self, name: str) -> int:
-        """Of the child with this component name, by its command line."""
-        role, _, index = name.partition("-")
-        wanted = ["tidemill.supervisor.child", role, index or "0"]
-        for child in psutil.Process(self.process.pid).children():
-            if child.cmdline()[-3:] == wanted:
-                return child.pid
-        raise LookupError(name)
+        pid = self.get("/health").json()["components"][name]["pid"]
+        assert pid > 0
+        return int(pid)
 
     def restarts(self, name: str) -> float:
         pattern = rf'^tidemill_restarts_total{{component="{name}"}} (\S+)$'
@@ -85,18 +95,20 @@ class Engine:
         return float(found[1])
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    model = model_path()
+@pytest.fixture(scope="module", params=["simulated", "real"])
+def engine(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engine]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    log = tmp_path_factory.mktemp("kill") / "log"
-    command = [sys.executable, "-m", "tidemill", "serve", str(model), "--port", str(port)]
-    command += ["--dtype", "float32", "--max-model-len", "512", "--kv-memory", "64MiB"]
+    folder = tmp_path_factory.mktemp("kill")
+    simulated = request.param == "simulated"
+    command = simulated_command(port, folder) if simulated else real_command(port)
+    log = folder / "log"
     with log.open("wb") as output:
         process = subprocess.Popen(command, stderr=output)
-    made = Engine(process, f"http://127.0.0.1:{port}", log)
+    made = Engine(process, f"http://127.0.0.1:{port}", log, tokens=300 if simulated else 64)
     try:
         made.wait_ready()
         yield made
@@ -117,12 +129,19 @@ class Stream:
     finish: str | None = None
     started: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def run(self, client: httpx.AsyncClient, model: str, prompt: str) -> None:
+    async def run(self, client: httpx.AsyncClient, tokens: int, prompt: str) -> None:
+        try:
+            await self._run(client, tokens, prompt)
+        finally:
+            self.started.set()
+
+    async def _run(self, client: httpx.AsyncClient, tokens: int, prompt: str) -> None:
         body = {
-            "model": model,
+            "model": (await client.get("/v1/models")).json()["data"][0]["id"],
             "prompt": prompt,
-            "max_tokens": TOKENS,
+            "max_tokens": tokens,
             "temperature": 0,
+            "seed": 1,  # the simulated runner samples by it even so
             "stream": True,
             "ignore_eos": True,
         }
@@ -136,7 +155,6 @@ class Stream:
                 self.finish = choice["finish_reason"] or self.finish
                 if self.chunks >= KILL_AT:
                     self.started.set()
-        self.started.set()
 
 
 async def events(response: httpx.Response) -> AsyncIterator[dict]:
@@ -145,21 +163,20 @@ async def events(response: httpx.Response) -> AsyncIterator[dict]:
             yield json.loads(line.removeprefix("data: "))
 
 
-async def complete(engine: Engine, kill: str | None = None) -> tuple[list[Stream], set[str]]:
-    """All prompts at once; `kill` dies when every stream is under way. Returns the streams and
-    the states that /health named from then on."""
-    model = engine.get("/v1/models").json()["data"][0]["id"]
+async def complete(engine: Engine, kill: tuple[str, ...] = ()) -> tuple[list[Stream], set[str]]:
+    """All prompts at once; those in `kill` die when every stream is under way. Returns the
+    streams and the states that /health named from then on."""
     streams = [Stream() for _ in PROMPTS]
     states: set[str] = set()
     async with httpx.AsyncClient(base_url=engine.base, timeout=LIMIT_S) as client:
         tasks = [
-            asyncio.create_task(stream.run(client, model, prompt))
+            asyncio.create_task(stream.run(client, engine.tokens, prompt))
             for stream, prompt in zip(streams, PROMPTS, strict=True)
         ]
         await asyncio.gather(*(stream.started.wait() for stream in streams))
-        if kill is not None:
+        for name in kill:
             assert any(stream.finish is None for stream in streams), "too late to kill anything"
-            os.kill(engine.pid(kill), signal.SIGKILL)
+            os.kill(engine.pid(name), signal.SIGKILL)
         while not all(task.done() for task in tasks):
             states.add((await client.get("/health")).json()["state"])
             await asyncio.sleep(0.01)
@@ -172,18 +189,24 @@ def undisturbed(engine: Engine) -> list[str]:
     streams, states = asyncio.run(complete(engine))
     assert states <= {"ready"}
     assert all(stream.finish == "length" for stream in streams)
-    assert len({stream.text for stream in streams}) == STREAMS
+    assert len({stream.text for stream in streams}) == len(PROMPTS)
     return [stream.text for stream in streams]
 
 
-@pytest.mark.parametrize("name", ["runner-0", "scheduler", "tokenizer-0", "detokenizer-0"])
-def test_streams_survive_a_death(engine: Engine, undisturbed: list[str], name: str) -> None:
+ONE = [("runner-0",), ("scheduler",), ("tokenizer-0",), ("detokenizer-0",)]
+ALL = ("runner-0", "scheduler", "tokenizer-0", "detokenizer-0")
+
+
+@pytest.mark.parametrize("names", [*ONE, ALL], ids=",".join)
+def test_streams_survive_a_death(
+    engine: Engine, undisturbed: list[str], names: tuple[str, ...]
+) -> None:
     engine.wait_ready()
-    before = engine.restarts(name)
-    streams, states = asyncio.run(complete(engine, kill=name))
+    before = {name: engine.restarts(name) for name in names}
+    streams, states = asyncio.run(complete(engine, names))
     assert [stream.text for stream in streams] == undisturbed
-    assert [stream.finish for stream in streams] == ["length"] * STREAMS
-    if name == "runner-0":  # the others may be back before anyone asks
+    assert [stream.finish for stream in streams] == ["length"] * len(PROMPTS)
+    if "runner-0" in names:  # the others may be back before anyone asks
         assert "degraded" in states
     engine.wait_ready()
-    assert engine.restarts(name) == before + 1
+    assert {name: engine.restarts(name) - before[name] for name in names} == dict.fromkeys(names, 1)
