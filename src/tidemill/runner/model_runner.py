@@ -71,10 +71,10 @@ class ModelRunner:
     def _start(self, config: EngineConfig) -> None:
         model, ops = self._decoder.config, self._decoder.ops
         on_gpu = ops.device.type == "cuda"
-        running = config.max_running_requests
+        running, tokens = config.max_running_requests, config.max_batch_tokens
         if running is None:
             running = GPU_RUNNING_REQUESTS if on_gpu else CPU_RUNNING_REQUESTS
-        tokens = config.max_batch_tokens
+            running = min(running, tokens or running)
         if tokens is None:
             tokens = max(GPU_BATCH_TOKENS if on_gpu else CPU_BATCH_TOKENS, running)
         if tokens < running:
@@ -174,17 +174,22 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _measure_step(self, tokens: int, rows: int) -> int:
-        """Bytes that the largest step takes: one long prefill row among decode rows, all
-        sampled. It runs on a pool of one page, which every row overwrites."""
+        """Bytes that the largest step takes: prefill rows as long as can be among decode rows,
+        all sampled. It runs on a pool of one page, which every row overwrites."""
         model, ops = self._decoder.config, self._decoder.ops
-        length = tokens - rows + 1
+        longest = len(self._decoder.rope)
+        counts = np.ones(rows, dtype=np.int32)
+        for row in reversed(range(rows)):
+            counts[row] += min(tokens - counts.sum(), longest - 1)
+        length = int(counts.max())
         slots = Slots(rows, length, length, ops.device)
         kv = ops.allocate_kv(model.attention(0), model.layers, 1, length)
         table = np.zeros((rows, 4), dtype=np.int32)
         table[:, 0] = np.arange(rows)
-        table[:, 2], table[:, 3] = 1, RowFlags.SAMPLE
-        table[-1, 2] = length
-        plan = StepPlan(0, rows=table, tokens=np.zeros(length, dtype=np.int32))
+        table[:, 2] = counts
+        long = counts > 1
+        table[:, 3] = np.where(long, RowFlags.SAMPLE | RowFlags.HOST_TOKENS, RowFlags.SAMPLE)
+        plan = StepPlan(0, rows=table, tokens=np.zeros(counts[long].sum(), dtype=np.int32))
         step = BatchBuilder(slots, tokens, length, ops.device).build(plan)
         return memory.peak_of(lambda: self._decoder.forward(step.batch, kv), ops.device)
 
