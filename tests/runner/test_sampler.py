@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tidemill.runner.filters import FIRST_WIDTH, lower_bounds
+from tidemill.runner.filters import lower_bounds
 from tidemill.runner.sampler import Sampler
 from tidemill.runner.slots import Slots
 from tidemill.wire.plan import EMPTY, SlotInit, StepPlan
@@ -95,7 +95,7 @@ PARAMS = [
 
 
 @pytest.mark.parametrize("params", PARAMS, ids=range(len(PARAMS)))
-@pytest.mark.parametrize("vocab", [40, 300])
+@pytest.mark.parametrize("vocab", [40, 256, 300])
 def test_tokens_come_with_their_probabilities(params: SamplingParams, vocab: int) -> None:
     logits = np.random.default_rng(vocab).normal(0, 1.5, vocab)
     found = Bench(vocab).draws(logits, params, 40_000)
@@ -109,11 +109,12 @@ def test_the_statistic_notices_a_wrong_temperature() -> None:
 
 
 def test_filters_over_a_large_vocabulary() -> None:
-    """The bounds are exact whether or not the first, small selection holds the nucleus."""
+    """The bounds are exact, however few or many tokens they leave."""
     rng, vocab = np.random.default_rng(5), 20_000
     rows = [
         SamplingParams(top_k=50),
-        SamplingParams(top_k=FIRST_WIDTH + 1),
+        SamplingParams(top_k=1250),  # as many as there are groups
+        SamplingParams(top_k=1251),
         SamplingParams(top_k=vocab + 7, top_p=0.5),
         SamplingParams(top_p=0.999),
         SamplingParams(top_p=0.3, temperature=0.3),
@@ -123,17 +124,16 @@ def test_filters_over_a_large_vocabulary() -> None:
     ]
     logits = rng.normal(0, 2, (len(rows), vocab)).astype(np.float32)
     temperature = np.array([p.temperature for p in rows], dtype=np.float32)[:, None]
-    scaled = torch.from_numpy((logits - logits.max(1, keepdims=True)) / temperature)
+    weights = torch.from_numpy(logits / temperature).softmax(-1)
     bounds = lower_bounds(
-        scaled,
-        scaled.exp(),
+        weights,
         np.array([p.top_k for p in rows], dtype=np.int32),
         np.array([p.top_p for p in rows], dtype=np.float32),
         np.array([p.min_p for p in rows], dtype=np.float32),
     )
     assert bounds is not None
     for row, params in enumerate(rows):
-        kept = int((scaled[row].numpy() >= bounds[row]).sum())
+        kept = int((weights[row].numpy() >= bounds[row]).sum())
         wanted = int((probabilities(logits[row], params) > 0).sum())
         assert kept == pytest.approx(wanted, abs=1), params  # a sum in another order may tip one
 

@@ -1,4 +1,4 @@
-"""top_k, top_p and min_p as one number a row: the smallest value that may be drawn.
+"""top_k, top_p and min_p as one number a row: the smallest probability that may be drawn.
 
 top_k keeps the k largest; top_p the smallest set of the largest among those whose probability
 reaches p of theirs (nucleus sampling, Holtzman et al. 2020); min_p what has at least that share
@@ -12,49 +12,69 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from tidemill.runner.reductions import largest
+from tidemill.runner.reductions import group_maxima
 from tidemill.wire.plan import F32, I32
 
-FIRST_WIDTH = 512  # the nucleus is rarely larger; rows where it is take 8 times as many
 
-
-def lower_bounds(scaled: Tensor, weights: Tensor, top_k: I32, top_p: F32, min_p: F32) -> F32 | None:
+def lower_bounds(probabilities: Tensor, top_k: I32, top_p: F32, min_p: F32) -> F32 | None:
     """float32[S]: what is smaller may not be drawn. None: no row filters.
 
-    scaled: float32[S, V], logits over temperature, each row's largest being 0.
-    weights: exp(scaled).
+    probabilities: float32[S, V], each row adding up to 1.
     """
-    filtering = np.flatnonzero((top_k > 0) | (top_p < 1))
-    if not len(filtering) and not min_p.any():
+    vocab = probabilities.shape[1]
+    limit = np.where((top_k > 0) & (top_k < vocab), top_k, vocab)
+    ranking = np.flatnonzero((limit < vocab) | (top_p < 1))
+    if not len(ranking) and not min_p.any():
         return None
-    with np.errstate(divide="ignore"):
-        bounds: F32 = np.log(min_p)
-    rows, vocab, width = filtering, scaled.shape[1], FIRST_WIDTH
-    while len(rows):
-        width = min(width, vocab)
-        everything = len(rows) == len(scaled)
-        best = largest(scaled if everything else scaled[rows], width)
-        total = (weights if everything else weights[rows]).sum(-1).cpu().numpy()
-        found, index = _last_kept(best, total, top_k[rows], top_p[rows], vocab)
-        done = rows[found]
-        bounds[done] = np.maximum(bounds[done], best[found, index[found]])
-        rows, width = rows[~found], width * 8
+    maxima: F32 = group_maxima(probabilities).cpu().numpy()
+    bounds: F32 = min_p * maxima.max(axis=1)
+    if len(ranking):
+        limit, top_p = limit[ranking], top_p[ranking]
+        floor = _floor(maxima[ranking], limit, top_p, vocab)
+        rows = probabilities if len(ranking) == len(probabilities) else probabilities[ranking]
+        best = _sorted_from(rows.cpu().numpy(), floor)
+        bounds[ranking] = np.maximum(bounds[ranking], _last_kept(best, limit, top_p, vocab))
     return bounds
 
 
-def _last_kept(
-    best: F32, total: F32, top_k: I32, top_p: F32, vocab: int
-) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.intp]]:
-    """Where in `best` (largest first) the last token stands that both filters keep, and whether
-    `best` reaches that far at all."""
-    width = best.shape[1]
-    limit = np.where((top_k > 0) & (top_k < vocab), top_k, vocab)
-    mass = np.exp(best.astype(np.float64)).cumsum(axis=1)
-    last_of_k = np.minimum(limit, width) - 1
+def _floor(maxima: F32, limit: npt.NDArray[np.intp], top_p: F32, vocab: int) -> F32:
+    """A bound that leaves few candidates, and all that matter. float32[S]
+
+    The groups' maxima are tokens too. So k tokens reach the k-th largest maximum; and if the
+    largest maxima add up to p, the tokens that are no smaller do, and the nucleus is among them.
+    Failing that, tokens below (1 - p) / V together weigh less than 1 - p, and the nucleus is
+    complete without them.
+    """
+    groups = maxima.shape[1]
+    descending = np.sort(maxima, axis=1)[:, ::-1]
+    needed = np.count_nonzero(descending.cumsum(axis=1, dtype=np.float64) < top_p[:, None], axis=1)
+    needed = np.where(limit < vocab, limit - 1, needed)
+    floor = np.take_along_axis(descending, np.minimum(needed, groups - 1)[:, None], axis=1)[:, 0]
+    otherwise = np.where(limit < vocab, 0, (1 - top_p) / np.float32(vocab))
+    result: F32 = np.where(needed < groups, floor, otherwise).astype(np.float32)
+    return result
+
+
+def _sorted_from(probabilities: F32, floor: F32) -> F32:
+    """Each row's values from `floor` up, best first, padded with zeros: [S, N]."""
+    rows, vocab = probabilities.shape
+    at = np.flatnonzero(probabilities >= floor[:, None])
+    ends = np.searchsorted(at, np.arange(1, rows + 1) * vocab)
+    counts = np.diff(ends, prepend=0)
+    best = np.zeros((rows, max(int(counts.max()), 1)), dtype=np.float32)
+    column = np.arange(len(at)) - np.repeat(ends - counts, counts)
+    best[np.repeat(np.arange(rows), counts), column] = probabilities.ravel()[at]
+    best.sort(axis=1)
+    return best[:, ::-1]
+
+
+def _last_kept(best: F32, limit: npt.NDArray[np.intp], top_p: F32, vocab: int) -> F32:
+    """The smallest value that both top_k and top_p keep."""
+    mass = best.cumsum(axis=1, dtype=np.float64)
+    last_of_k = np.minimum(limit, best.shape[1]) - 1
     of_k = np.take_along_axis(mass, last_of_k[:, None], axis=1)[:, 0]
-    wanted = top_p * np.where(limit < vocab, of_k, total)
-    before = np.count_nonzero(mass < wanted[:, None], axis=1)
-    index = np.where(top_p < 1, np.minimum(before, last_of_k), last_of_k)
-    nucleus_inside = (limit == vocab) & (top_p < 1) & (mass[:, -1] >= wanted)
-    found = (limit <= width) | nucleus_inside
-    return found, index
+    wanted = top_p * np.where(limit < vocab, of_k, 1.0)
+    reached_at = np.count_nonzero(mass < wanted[:, None], axis=1)
+    index = np.where(top_p < 1, np.minimum(reached_at, last_of_k), last_of_k)
+    last: F32 = np.take_along_axis(best, index[:, None], axis=1)[:, 0]
+    return last

@@ -8,6 +8,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from tidemill.runner.reductions import topk
 from tidemill.wire.plan import F32, Logprobs
 
 
@@ -32,7 +33,7 @@ def fill(
     into.chosen[rows] = _host(chosen - norm)[:, 0]
     into.rank[rows] = _host((logits > chosen).sum(-1))
     if alternatives:
-        values, ids = logits.topk(alternatives, dim=-1)
+        values, ids = topk(logits, alternatives)
         into.top_values[rows] = _host(values - norm)
         into.top_ids[rows] = _host(ids)
 

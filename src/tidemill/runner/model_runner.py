@@ -20,7 +20,7 @@ from torch import Tensor
 from tidemill.config import EngineConfig
 from tidemill.models.decoder import Decoder
 from tidemill.models.loader import load_model, read_config
-from tidemill.ops.reference import ReferenceBackend
+from tidemill.ops.select import make_backend
 from tidemill.runner import logprobs, memory
 from tidemill.runner.batch import BatchBuilder, Step
 from tidemill.runner.memory import CapacityError
@@ -212,7 +212,7 @@ class ModelRunner:
 def _load(config: EngineConfig, report: Progress) -> Decoder:
     threads = config.threads or os.cpu_count() or 1
     torch.set_num_threads(threads)
-    backend = ReferenceBackend(torch.device("cpu"), torch.float32)
+    backend = make_backend(config.device, config.dtype, threads, config.native)
     memory.check_weights(Path(config.model), memory.available_memory(backend.device))
     context = read_config(config.model, config.load_format).max_position
     return load_model(

@@ -25,12 +25,11 @@ from torch import Tensor
 from tidemill.runner import logprobs, noise
 from tidemill.runner.filters import lower_bounds
 from tidemill.runner.penalties import Penalties
-from tidemill.runner.reductions import argmax, zero_below
+from tidemill.runner.reductions import BLOCK, argmax, block_sums, zero_below
 from tidemill.runner.slots import Slots
 from tidemill.wire.plan import F32, I32, Logprobs, StepPlan
 
 GREEDY_BELOW = 1e-5
-BLOCK = 128
 FIRST_TOKEN_COUNTER = 1 << 32  # noise counters: blocks from 0, tokens from here
 
 
@@ -38,11 +37,9 @@ class Sampler:
     def __init__(self, slots: Slots, vocab: int, max_len: int, device: torch.device) -> None:
         self._slots = slots
         self._penalties = Penalties(slots, vocab, max_len, device)
-        self._blocks = -(-vocab // BLOCK)
         # A CPU pays for pages of these only once rows are drawn.
-        rows = slots.count
-        self._scaled = torch.empty((rows, vocab), dtype=torch.float32, device=device)
-        self._weights = torch.empty((rows, self._blocks * BLOCK), device=device)
+        self._scaled = torch.empty((slots.count, vocab), device=device)
+        self._weights = torch.empty((slots.count, vocab), device=device)
 
     def update(self, plan: StepPlan) -> None:
         """Follow the plan's releases and admissions."""
@@ -105,31 +102,33 @@ class Sampler:
     def _draw(self, logits: Tensor, slots: I32, positions: I32) -> Tensor:
         """One token a row, int64[S]. Overwrites `logits`."""
         params, device = self._slots, logits.device
-        count, vocab = logits.shape
-        sharpness = torch.from_numpy(1 / params.temperature[slots]).to(device)
-        scaled = logits.sub_(logits.amax(-1, keepdim=True)).mul_(sharpness[:, None])
-        padded = self._weights[:count]
-        padded[:, vocab:] = 0
-        weights = torch.exp(scaled, out=padded[:, :vocab])
+        rows, vocab = logits.shape
+        logits.mul_(torch.from_numpy(1 / params.temperature[slots])[:, None].to(device))
+        weights = torch.softmax(logits, dim=-1, out=self._weights[:rows])
         bounds = lower_bounds(
-            scaled, weights, params.top_k[slots], params.top_p[slots], params.min_p[slots]
+            weights, params.top_k[slots], params.top_p[slots], params.min_p[slots]
         )
         if bounds is not None:
-            zero_below(weights, scaled, bounds)
+            zero_below(weights, bounds)
 
         states = noise.keys(params.seed[slots], positions)
-        mass = padded.view(count, self._blocks, BLOCK).sum(-1).cpu().numpy().astype(np.float64)
-        with np.errstate(divide="ignore"):
-            scores = np.log(mass) + noise.gumbel(states, np.arange(self._blocks)[None])
-        ids = scores.argmax(-1)[:, None] * BLOCK + np.arange(BLOCK)
-        exists = ids < vocab
-        at = torch.from_numpy(np.where(exists, ids, 0)).to(device)
-        inside: F32 = scaled.gather(1, at).cpu().numpy()
-        scores = inside + noise.gumbel(states, ids + FIRST_TOKEN_COUNTER)
-        allowed = exists if bounds is None else exists & (inside >= bounds[:, None])
-        best = np.where(allowed, scores, -np.inf).argmax(-1)
-        chosen: npt.NDArray[np.int64] = np.take_along_axis(ids, best[:, None], axis=1)[:, 0]
-        return torch.from_numpy(chosen).to(device)
+        mass = block_sums(weights).cpu().numpy()
+        block = _gumbel_argmax(mass, states, np.arange(mass.shape[1])[None])
+        ids = block[:, None] * BLOCK + np.arange(BLOCK)
+        inside = weights.gather(1, torch.from_numpy(np.minimum(ids, vocab - 1)).to(device))
+        masses = np.where(ids < vocab, inside.cpu().numpy(), np.float32(0))
+        lane = _gumbel_argmax(masses, states, ids + FIRST_TOKEN_COUNTER)
+        return torch.from_numpy(block * BLOCK + lane).to(device)
+
+
+def _gumbel_argmax(
+    weights: F32, states: noise.U64, counters: npt.NDArray[np.intp]
+) -> npt.NDArray[np.intp]:
+    """Index i in each row with a probability in proportion to weights[i]."""
+    with np.errstate(divide="ignore"):
+        scores = np.log(weights.astype(np.float64))
+    winners: npt.NDArray[np.intp] = (scores + noise.gumbel(states, counters)).argmax(axis=-1)
+    return winners
 
 
 def _add_at(logits: Tensor, rows: npt.NDArray[np.intp], ids: I32, values: F32) -> None:
