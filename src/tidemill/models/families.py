@@ -71,11 +71,25 @@ def from_hf(config: dict[str, Any], where: str) -> DecoderConfig:
         wanted = ", ".join(names) or config.get("model_type", "none named")
         raise ModelError(f"{where}: unknown architecture {wanted}; known are {known}")
     try:
-        return _from_hf(found[0], config)
+        return _checked(_from_hf(found[0], config))
     except KeyError as error:
         raise ModelError(f"{where}: config.json lacks {error}") from None
-    except (TypeError, ValueError, ZeroDivisionError) as error:
+    except (TypeError, ValueError, OverflowError, ZeroDivisionError) as error:
         raise ModelError(f"{where}: config.json has a wrong value: {error}") from None
+
+
+def _checked(config: DecoderConfig) -> DecoderConfig:
+    """Raises ValueError for shapes that no decoder has."""
+    for name in ("hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "vocab"):
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name} is {getattr(config, name)}")
+    if config.max_position < 1:
+        raise ValueError(f"the context length is {config.max_position}")
+    if config.heads % config.kv_heads:
+        raise ValueError(f"{config.heads} heads do not divide among {config.kv_heads} kv heads")
+    if config.head_dim % 2:
+        raise ValueError(f"head_dim {config.head_dim} is odd")
+    return config
 
 
 def _from_hf(name: str, config: dict[str, Any]) -> DecoderConfig:
@@ -86,14 +100,12 @@ def _from_hf(name: str, config: dict[str, Any]) -> DecoderConfig:
         raise ValueError(f"hidden_act {activation!r} is not one of {', '.join(_ACTIVATIONS)}")
     if config.get("mlp_bias"):
         raise ValueError("mlp_bias is not supported")
-    window = config.get("sliding_window")
-    if not config.get("use_sliding_window", True):
-        window = None
+    layers = int(config["num_hidden_layers"])
     biased = family.qkv_bias
     return DecoderConfig(
         family=name,
         hidden=hidden,
-        layers=int(config["num_hidden_layers"]),
+        layers=layers,
         heads=heads,
         kv_heads=int(config.get("num_key_value_heads") or heads),
         head_dim=int(config.get("head_dim") or hidden // heads),
@@ -104,11 +116,31 @@ def _from_hf(name: str, config: dict[str, Any]) -> DecoderConfig:
         rope=_rope_from_hf(config),
         activation=_ACTIVATIONS[activation],
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-        window=int(window) if window else None,
+        window=_window_from_hf(name, config, layers),
         qkv_bias=bool(config.get("attention_bias", False)) if biased is None else biased,
         o_bias=bool(config.get("attention_bias", False)) if biased is None else False,
         qk_norm=family.qk_norm,
     )
+
+
+def _window_from_hf(name: str, config: dict[str, Any], layers: int) -> int | None:
+    """The sliding window. All of Mistral's layers have it where it is set, Qwen's from
+    `max_window_layers` on where it is switched on, Llama's never."""
+    window = config.get("sliding_window")
+    if name == "llama" or not window:
+        return None
+    if name != "mistral":
+        if not config.get("use_sliding_window", False):
+            return None
+        first = int(config.get("max_window_layers", 28))
+        kinds = config.get("layer_types") or [
+            "full_attention" if layer < first else "sliding_attention" for layer in range(layers)
+        ]
+        if len(set(kinds)) > 1:
+            raise ValueError("a sliding window in some layers only is not supported")
+        if kinds[0] == "full_attention":
+            return None
+    return int(window)
 
 
 def _rope_from_hf(config: dict[str, Any]) -> RopeConfig:
@@ -117,6 +149,9 @@ def _rope_from_hf(config: dict[str, Any]) -> RopeConfig:
     theta = params.pop("rope_theta", None) or config.get("rope_theta", 10000.0)
     kind = params.pop("rope_type", None) or params.pop("type", None) or "default"
     params.pop("type", None)
+    part = params.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1
+    if part != 1:
+        raise ValueError(f"partial_rotary_factor {part} is not supported")
     return RopeConfig(float(theta), str(kind), params)
 
 
@@ -128,34 +163,42 @@ def from_gguf(metadata: dict[str, Any], tensors: set[str], vocab: int, where: st
         known = ", ".join(dict.fromkeys(family.gguf for family in FAMILIES.values()))
         raise ModelError(f"{where}: unknown architecture {arch!r}; known are {known}")
 
-    def get(key: str, default: Any = None) -> Any:
-        value = metadata.get(f"{arch}.{key}", default)
-        if value is None:
-            raise ModelError(f"{where}: the GGUF metadata lacks {arch}.{key}")
-        return value
+    try:
+        return _checked(_from_gguf(found[0], arch, metadata, tensors, vocab))
+    except KeyError as error:
+        raise ModelError(f"{where}: the GGUF metadata lacks {error}") from None
+    except (TypeError, ValueError, OverflowError, ZeroDivisionError) as error:
+        raise ModelError(f"{where}: the GGUF metadata has a wrong value: {error}") from None
 
-    family = FAMILIES[found[0]]
-    heads, hidden = int(get("attention.head_count")), int(get("embedding_length"))
-    window = metadata.get(f"{arch}.attention.sliding_window")
-    rope_dim = metadata.get(f"{arch}.rope.dimension_count")
-    head_dim = int(get("attention.key_length", rope_dim or hidden // heads))
+
+def _from_gguf(
+    name: str, arch: str, metadata: dict[str, Any], tensors: set[str], vocab: int
+) -> DecoderConfig:
+    def number(key: str, default: int | None = None) -> int:
+        value = metadata.get(f"{arch}.{key}", default)
+        return int(metadata[f"{arch}.{key}"] if value is None else value)
+
+    heads, hidden = number("attention.head_count"), number("embedding_length")
+    head_dim = number("attention.key_length", hidden // heads)
+    if number("rope.dimension_count", head_dim) != head_dim:
+        raise ValueError(f"{arch}.rope.dimension_count differs from the head's {head_dim}")
     return DecoderConfig(
-        family=found[0],
+        family=name,
         hidden=hidden,
-        layers=int(get("block_count")),
+        layers=number("block_count"),
         heads=heads,
-        kv_heads=int(get("attention.head_count_kv", heads)),
+        kv_heads=number("attention.head_count_kv", heads),
         head_dim=head_dim,
-        intermediate=int(get("feed_forward_length")),
+        intermediate=number("feed_forward_length"),
         vocab=vocab,
-        norm_eps=float(get("attention.layer_norm_rms_epsilon")),
-        max_position=int(get("context_length")),
+        norm_eps=float(metadata[f"{arch}.attention.layer_norm_rms_epsilon"]),
+        max_position=number("context_length"),
         rope=_rope_from_gguf(metadata, arch),
         tie_embeddings=HEAD[1] not in tensors,
-        window=int(window) if window else None,
+        window=number("attention.sliding_window", 0) or None,
         qkv_bias=LAYER["q_bias"][1].format(0) in tensors,
         o_bias=LAYER["o_bias"][1].format(0) in tensors,
-        qk_norm=family.qk_norm,
+        qk_norm=FAMILIES[name].qk_norm,
     )
 
 
@@ -168,4 +211,7 @@ def _rope_from_gguf(metadata: dict[str, Any], arch: str) -> RopeConfig:
     original = metadata.get(f"{arch}.rope.scaling.original_context_length")
     if original:
         params["original_max_position_embeddings"] = int(original)
+    for key, name in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
+        if f"{arch}.rope.scaling.{key}" in metadata:
+            params[name] = float(metadata[f"{arch}.rope.scaling.{key}"])
     return RopeConfig(theta, kind, params)

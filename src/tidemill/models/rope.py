@@ -9,9 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tidemill.wire.errors import ModelError
-
-KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+# The kinds of scaling, and the parameters that each cannot do without.
+KINDS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+    "yarn": ("factor",),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +36,13 @@ class RopeConfig:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ModelError(
+            raise ValueError(
                 f"rope scaling {self.kind!r} is not supported; there are {', '.join(KINDS)}"
             )
+        for name in KINDS[self.kind]:
+            value = self.params.get(name)
+            if not isinstance(value, int | float) or not value > 0:
+                raise ValueError(f"rope scaling {self.kind} needs a positive {name}, got {value!r}")
 
 
 def table(config: RopeConfig, dim: int, length: int, max_position: int) -> Tensor:
