@@ -32,20 +32,33 @@ app.add_typer(bench, name="bench")
 
 
 def main() -> None:
-    """Entry point. Errors that a user can mend are one line on stderr and exit code 1."""
+    """Entry point. Errors that a user can mend are one line on stderr: exit code 2 for wrong
+    flags, 1 for anything else."""
     from tidemill.wire.errors import EngineError
 
     try:
-        app()
+        sys.exit(app(standalone_mode=False))
     except EngineError as error:
         fail(str(error))
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
+    except Exception as error:
+        # The parser's errors have no public common class across typer's versions; all can say
+        # what is wrong in a line.
+        if not hasattr(error, "format_message"):
+            raise
+        message = error.format_message()
+        if type(error).__name__ == "NoArgsIsHelpError":
+            print(message)
+            sys.exit(2)
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context is not None else "tidemill"
+        fail(f"{message} (see {command} --help)", code=2)
 
 
-def fail(message: str) -> NoReturn:
-    print(f"tidemill: error: {message}", file=sys.stderr)
-    sys.exit(1)
+def fail(message: str, code: int = 1) -> NoReturn:
+    print(f"tidemill: error: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(code)
 
 
 # --- options that several commands share -------------------------------------------------------
@@ -278,10 +291,13 @@ def info(
     from rich.console import Console
     from rich.table import Table
 
-    from tidemill.models.describe import describe
+    from tidemill.runner.describe import describe
 
+    config = EngineConfig(
+        model=_resolve(model), load_format=load_format, dtype=dtype, kv_memory=kv_memory
+    )
     table = Table(show_header=False, box=None)
-    for name, value in describe(_resolve(model), load_format, dtype, kv_memory):
+    for name, value in describe(config):
         table.add_row(name, value)
     Console().print(table)
 

@@ -28,7 +28,8 @@ class RawWeight:
 
 
 class Weight(Protocol):
-    """A packed weight: opaque to all but the backend that made it."""
+    """A packed weight: opaque to all but the backend that made it, which is why operators take
+    `Any`: each backend knows its own kind."""
 
     @property
     def shape(self) -> tuple[int, int]: ...
@@ -104,11 +105,11 @@ class Backend(Protocol):
         Recording happens on first use; what varies from step to step must come from the Batch.
         """
 
-    def embed(self, ids: Tensor, weight: Weight, scale: float) -> Tensor:
+    def embed(self, ids: Tensor, weight: Any, scale: float) -> Tensor:
         """-> residual stream [T, H]."""
 
     def norm_linear(
-        self, x: Tensor, norm: Tensor, eps: float, weight: Weight, bias: Tensor | None
+        self, x: Tensor, norm: Tensor, eps: float, weight: Any, bias: Tensor | None
     ) -> Tensor:
         """RMSNorm(x) @ weight.T + bias -> [T, out]."""
 
@@ -133,15 +134,15 @@ class Backend(Protocol):
         """Causal attention over the paged cache -> [T, heads * head_dim]."""
 
     def linear_residual(
-        self, x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor
+        self, x: Tensor, weight: Any, bias: Tensor | None, residual: Tensor
     ) -> Tensor:
         """residual + x @ weight.T + bias -> the residual stream (may be updated in place)."""
 
     def gated_mlp_in(
-        self, x: Tensor, norm: Tensor, eps: float, weight: Weight, activation: str
+        self, x: Tensor, norm: Tensor, eps: float, weight: Any, activation: str
     ) -> Tensor:
         """act(RMSNorm(x) @ gate.T) * (RMSNorm(x) @ up.T) -> [T, I]; weight is [2I, H], gate
         first. `activation`: "silu" or "gelu_tanh"."""
 
-    def logits(self, x: Tensor, tokens: Tensor, norm: Tensor, eps: float, weight: Weight) -> Tensor:
+    def logits(self, x: Tensor, tokens: Tensor, norm: Tensor, eps: float, weight: Any) -> Tensor:
         """RMSNorm(x[tokens]) @ weight.T -> float32 [S, V]."""
