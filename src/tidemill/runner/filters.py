@@ -32,8 +32,9 @@ def lower_bounds(probabilities: Tensor, top_k: I32, top_p: F32, min_p: F32) -> F
         limit, top_p = limit[ranking], top_p[ranking]
         floor = _floor(maxima[ranking], limit, top_p, vocab)
         rows = probabilities if len(ranking) == len(probabilities) else probabilities[ranking]
-        best = _sorted_from(rows.cpu().numpy(), floor)
-        bounds[ranking] = np.maximum(bounds[ranking], _last_kept(best, limit, top_p, vocab))
+        for at, values in enumerate(_from_floor(rows.cpu().numpy(), floor)):
+            last = _last_kept(values, int(limit[at]), float(top_p[at]), vocab)
+            bounds[ranking[at]] = max(bounds[ranking[at]], last)
     return bounds
 
 
@@ -55,26 +56,22 @@ def _floor(maxima: F32, limit: npt.NDArray[np.intp], top_p: F32, vocab: int) -> 
     return result
 
 
-def _sorted_from(probabilities: F32, floor: F32) -> F32:
-    """Each row's values from `floor` up, best first, padded with zeros: [S, N]."""
+def _from_floor(probabilities: F32, floor: F32) -> list[F32]:
+    """Each row's values from its floor up, in the order of the tokens."""
     rows, vocab = probabilities.shape
-    at = np.flatnonzero(probabilities >= floor[:, None])
-    ends = np.searchsorted(at, np.arange(1, rows + 1) * vocab)
-    counts = np.diff(ends, prepend=0)
-    best = np.zeros((rows, max(int(counts.max()), 1)), dtype=np.float32)
-    column = np.arange(len(at)) - np.repeat(ends - counts, counts)
-    best[np.repeat(np.arange(rows), counts), column] = probabilities.ravel()[at]
-    best.sort(axis=1)
-    return best[:, ::-1]
+    found = np.flatnonzero(probabilities >= floor[:, None])
+    ends = np.searchsorted(found, np.arange(1, rows) * vocab)
+    return np.split(probabilities.ravel()[found], ends)
 
 
-def _last_kept(best: F32, limit: npt.NDArray[np.intp], top_p: F32, vocab: int) -> F32:
-    """The smallest value that both top_k and top_p keep."""
-    mass = best.cumsum(axis=1, dtype=np.float64)
-    last_of_k = np.minimum(limit, best.shape[1]) - 1
-    of_k = np.take_along_axis(mass, last_of_k[:, None], axis=1)[:, 0]
-    wanted = top_p * np.where(limit < vocab, of_k, 1.0)
-    reached_at = np.count_nonzero(mass < wanted[:, None], axis=1)
-    index = np.where(top_p < 1, np.minimum(reached_at, last_of_k), last_of_k)
-    last: F32 = np.take_along_axis(best, index[:, None], axis=1)[:, 0]
-    return last
+def _last_kept(values: F32, limit: int, top_p: float, vocab: int) -> float:
+    """The smallest of one row's candidates that both top_k and top_p keep."""
+    best = np.sort(values)[::-1][:limit]
+    if not len(best):  # not a number: nothing compares
+        return 0.0
+    if top_p == 1:
+        return float(best[-1])
+    mass = best.cumsum(dtype=np.float64)
+    wanted = top_p * (mass[-1] if limit < vocab else 1.0)
+    index = min(int(np.searchsorted(mass, wanted)), len(best) - 1)
+    return float(best[index])

@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tidemill.runner.reductions import topk
+from tidemill.runner.reductions import count_above, topk
 from tidemill.wire.plan import F32, Logprobs
 
 
@@ -31,7 +31,7 @@ def fill(
     norm = torch.logsumexp(logits, dim=-1, keepdim=True)
     chosen = logits.gather(1, tokens[:, None])
     into.chosen[rows] = _host(chosen - norm)[:, 0]
-    into.rank[rows] = _host((logits > chosen).sum(-1))
+    into.rank[rows] = _host(count_above(logits, chosen))
     if alternatives:
         values, ids = topk(logits, alternatives)
         into.top_values[rows] = _host(values - norm)

@@ -68,6 +68,13 @@ def argmax(x: Tensor) -> Tensor:
     return x.argmax(dim=-1)
 
 
+def count_above(x: Tensor, bounds: Tensor) -> Tensor:
+    """How many entries of each row exceed its bound. [S, V], [S, 1] -> int64[S]"""
+    if x.device.type == "cpu":
+        return torch.from_numpy(np.count_nonzero(x.numpy() > bounds.numpy(), axis=1))
+    return (x > bounds).sum(-1)
+
+
 def zero_below(x: Tensor, bounds: F32) -> None:
     """Set to 0, in place, what is below its row's bound. x must be finite."""
     if x.device.type == "cpu":
