@@ -36,4 +36,4 @@ def make_backend(device: str, dtype: str, threads: int, native: bool = True) -> 
             log.warning("native CPU kernels are not used: %s", reason)
     from tidemill.ops.cpu.torch_backend import TorchCpuBackend
 
-    return TorchCpuBackend(threads)
+    return TorchCpuBackend()
