@@ -1,4 +1,8 @@
-"""From a plan to a batch: NumPy on persistent buffers, no Python per row."""
+"""From a plan to a batch: NumPy on persistent buffers, no Python per row.
+
+A step of decode rows alone is the common one. Everything about it but the positions follows
+from the number of its rows, so its batch is made once for each such number.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from tidemill.ops.backend import Batch
 from tidemill.runner.slots import Slots
 from tidemill.runner.staging import Staged
-from tidemill.wire.plan import I32, RowFlags, StepPlan
+from tidemill.wire.plan import EMPTY, I32, RowFlags, StepPlan
 
 
 @dataclass(slots=True)
@@ -19,101 +22,128 @@ class Step:
     """A batch, and who gets what its forward pass brings."""
 
     batch: Batch
-    row_starts: I32  # [R + 1], on the host
     sampled: I32  # slots of the SAMPLE rows, in row order
     positions: I32  # where their new tokens will stand
-    sampled_on_device: Tensor  # the same slots, int64[S]
     prompt_rows: I32  # rows with PROMPT_LOGPROBS
+    row_starts: I32  # [R + 1], on the host
 
 
 class BatchBuilder:
     """Builds one batch at a time: the next `build` reuses the storage of the last."""
 
     def __init__(self, slots: Slots, max_tokens: int, page_size: int, device: torch.device) -> None:
-        def ints(count: int) -> Staged:
-            return Staged((count,), torch.int32, device)
-
-        self._slots = slots
-        self._page_size = page_size
         rows = slots.count
-        self._ids, self._positions, self._kv_slots = (ints(max_tokens) for _ in range(3))
-        self._row_starts, self._contexts = ints(rows + 1), ints(rows)
-        self._row_slots, self._logit_tokens = ints(rows), ints(rows)
-        self._sampled = Staged((rows,), torch.int64, device)
-        width = slots.page_table.host.shape[1]
-        self._page_table = torch.zeros(rows * width, dtype=torch.int32, device=device)
+        self._slots = slots
+        self._page_size = np.int32(page_size)
+        self._ids = Staged((max_tokens,), device)
+        self._positions = Staged((max_tokens,), device)
+        self._kv_slots = Staged((max_tokens,), device)
+        self._row_starts = Staged((rows + 1,), device)
+        self._contexts = Staged((rows,), device)
+        self._logit_tokens = Staged((rows,), device)
+        self._page_table = Staged((rows, slots.page_table.shape[1]), device)
+        self._gathered = (b"", 0)  # slots and width of what `_page_table` holds
+
         self._counting: I32 = np.arange(max(max_tokens, rows + 1), dtype=np.int32)
+        counting = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        self._decode_starts = counting  # row r has token r
+        self._decode_batches: dict[int, Batch] = {}
 
     def build(self, plan: StepPlan) -> Step:
         """The plan's rows as a batch. Reads the slots, changes nothing but own buffers."""
-        slots, starts, counts, flags = (np.ascontiguousarray(c) for c in plan.rows.T)
+        slots, starts, counts, flags = plan.rows.T.copy()
+        if len(plan.pages):
+            self._gathered = (b"", 0)
+        if len(plan.tokens) or (flags != RowFlags.SAMPLE.value).any():
+            return self._mixed(plan.tokens, slots, starts, counts, flags)
+        return self._decode(slots, starts)
+
+    def _decode(self, slots: I32, starts: I32) -> Step:
+        rows = len(slots)
+        batch = self._decode_batches.get(rows)
+        if batch is None:
+            batch = self._decode_batches[rows] = self._make_decode_batch(rows)
+        contexts = self._contexts.host[:rows]
+        np.add(starts, 1, out=contexts)
+        self._contexts.send(rows)
+        self._positions.host[:rows] = starts
+        self._place(slots, rows)
+        self._slots.recall(slots, batch.ids)
+        batch.max_context = int(contexts.max())
+        self._gather_pages(slots, batch.max_context)
+        return Step(batch, slots, starts + 1, EMPTY, self._counting)
+
+    def _make_decode_batch(self, rows: int) -> Batch:
+        return Batch(
+            ids=self._ids.device[:rows],
+            positions=self._positions.device[:rows],
+            kv_slots=self._kv_slots.device[:rows],
+            row_starts=self._decode_starts[: rows + 1],
+            contexts=self._contexts.device[:rows],
+            page_table=self._page_table.device[:rows],
+            logit_tokens=self._decode_starts[:rows],
+            num_tokens=rows,
+            num_rows=rows,
+            max_query=1,
+            max_context=0,
+        )
+
+    def _mixed(self, known: I32, slots: I32, starts: I32, counts: I32, flags: I32) -> Step:
         rows = len(slots)
         contexts = self._contexts.host[:rows]
         np.add(starts, counts, out=contexts)
+        self._contexts.send(rows)
         row_starts = self._row_starts.host[: rows + 1]
         np.cumsum(counts, out=row_starts[1:])
-        tokens = int(row_starts[-1])
-        self._row_slots.host[:rows] = slots
-        row_slots = self._row_slots.upload(rows)
+        self._row_starts.send(rows + 1)
 
-        self._place_tokens(slots, starts, counts, row_starts, tokens)
+        tokens = int(row_starts[-1])
+        offsets = np.repeat(starts - row_starts[:-1], counts)
+        np.add(offsets, self._counting[:tokens], out=self._positions.host[:tokens])
+        self._place(np.repeat(slots, counts), tokens)
+        # Decode rows come first and take what their slots sampled last, on the device.
+        decode = tokens - len(known)
+        self._ids.host[decode:tokens] = known
+        self._ids.send(tokens)
+        self._slots.recall(slots[:decode], self._ids.device[:decode])
+
+        sampling = np.flatnonzero(flags & RowFlags.SAMPLE.value)
+        np.subtract(row_starts[sampling + 1], 1, out=self._logit_tokens.host[: len(sampling)])
+        self._logit_tokens.send(len(sampling))
         max_context = int(contexts.max())
+        self._gather_pages(slots, max_context)
         batch = Batch(
-            ids=self._gather_ids(plan.tokens, row_slots, tokens),
-            positions=self._positions.upload(tokens),
-            kv_slots=self._kv_slots.upload(tokens),
-            row_starts=self._row_starts.upload(rows + 1),
-            contexts=self._contexts.upload(rows),
-            page_table=self._gather_pages(row_slots, max_context),
-            logit_tokens=row_slots,  # set below
+            ids=self._ids.device[:tokens],
+            positions=self._positions.device[:tokens],
+            kv_slots=self._kv_slots.device[:tokens],
+            row_starts=self._row_starts.device[: rows + 1],
+            contexts=self._contexts.device[:rows],
+            page_table=self._page_table.device[:rows],
+            logit_tokens=self._logit_tokens.device[: len(sampling)],
             num_tokens=tokens,
             num_rows=rows,
             max_query=int(counts.max()),
             max_context=max_context,
         )
-        sampling = np.flatnonzero(flags & RowFlags.SAMPLE)
-        sampled = slots[sampling]
-        self._sampled.host[: len(sampled)] = sampled
-        np.subtract(row_starts[sampling + 1], 1, out=self._logit_tokens.host[: len(sampled)])
-        batch.logit_tokens = self._logit_tokens.upload(len(sampled))
-        return Step(
-            batch,
-            row_starts,
-            sampled,
-            contexts[sampling],
-            self._sampled.upload(len(sampled)),
-            np.flatnonzero(flags & RowFlags.PROMPT_LOGPROBS).astype(np.int32),
-        )
+        prompt_rows = np.flatnonzero(flags & RowFlags.PROMPT_LOGPROBS.value).astype(np.int32)
+        return Step(batch, slots[sampling], contexts[sampling], prompt_rows, row_starts)
 
-    def _place_tokens(
-        self, slots: I32, starts: I32, counts: I32, row_starts: I32, tokens: int
-    ) -> None:
-        """Each token's position, and the place of its K and V in the pool."""
+    def _place(self, owners: I32, tokens: int) -> None:
+        """Where each token's K and V go, from its slot and its position."""
         positions = self._positions.host[:tokens]
-        if tokens == len(slots):  # one token a row: decode
-            positions[:] = starts
-            owners = slots
-        else:
-            np.add(
-                np.repeat(starts - row_starts[:-1], counts), self._counting[:tokens], out=positions
-            )
-            owners = np.repeat(slots, counts)
-        index, offset = np.divmod(positions, np.int32(self._page_size))
-        pages = self._slots.page_table.host[owners, index]
-        np.multiply(pages, np.int32(self._page_size), out=pages)
+        self._positions.send(tokens)
+        index, offset = np.divmod(positions, self._page_size)
+        pages = self._slots.page_table[owners, index]
+        pages *= self._page_size
         np.add(pages, offset, out=self._kv_slots.host[:tokens])
+        self._kv_slots.send(tokens)
 
-    def _gather_ids(self, known: I32, row_slots: Tensor, tokens: int) -> Tensor:
-        """Decode rows come first and take what their slots sampled last, on the device."""
-        decode = tokens - len(known)
-        self._ids.host[decode:tokens] = known
-        ids = self._ids.upload(tokens)
-        if decode:
-            torch.index_select(self._slots.last_token, 0, row_slots[:decode], out=ids[:decode])
-        return ids
-
-    def _gather_pages(self, row_slots: Tensor, max_context: int) -> Tensor:
-        rows, width = len(row_slots), -(-max_context // self._page_size)
-        table = self._page_table[: rows * width].view(rows, width)
-        torch.index_select(self._slots.page_table.device[:, :width], 0, row_slots, out=table)
-        return table
+    def _gather_pages(self, slots: I32, max_context: int) -> None:
+        """The rows' page tables, as far as this step needs them; unless they are there."""
+        width = -(-max_context // int(self._page_size))
+        identity, held = slots.tobytes(), self._gathered
+        if held[0] == identity and held[1] >= width:
+            return
+        self._page_table.host[: len(slots), :width] = self._slots.page_table[slots, :width]
+        self._page_table.send(len(slots))
+        self._gathered = (identity, width)

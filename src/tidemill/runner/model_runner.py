@@ -144,7 +144,7 @@ class ModelRunner:
             nothing = np.empty(0, dtype=np.int32)
             return StepResult(number, nothing, nothing)
         chosen, report = self._sampler.sample(logits, step.sampled, step.positions)
-        self._slots.last_token[step.sampled_on_device] = chosen.int()
+        self._slots.remember(step.sampled, chosen)
         tokens = chosen.cpu().numpy().astype(np.int32)
         finished = self._slots.finished(step.sampled, step.positions, tokens)
         return StepResult(number, tokens, finished, report)

@@ -1,8 +1,8 @@
 """From logits to tokens.
 
 Order: logit_bias, penalties, bans of stop ids (min_tokens); temperature, top_k, top_p, min_p;
-one draw. Log-probabilities are those of the untouched logits. Temperatures below
-`GREEDY_BELOW` mean greedy: the largest logit, the lowest id among equals.
+one draw. Log-probabilities are those of the untouched logits. Greedy is the largest logit, the
+lowest id among equals.
 
 A draw is Gumbel-max on two levels. The largest of (logit + Gumbel noise) falls on a token with
 its softmax probability (Maddison, Tarlow and Minka 2014), but noise for a whole vocabulary
@@ -26,10 +26,12 @@ from tidemill.runner import logprobs, noise
 from tidemill.runner.filters import lower_bounds
 from tidemill.runner.penalties import Penalties
 from tidemill.runner.reductions import BLOCK, argmax, block_sums, zero_below
-from tidemill.runner.slots import Slots
+from tidemill.runner.slots import BIASED, DRAWN, LOGPROBS, MIN_TOKENS, NO_STOP, PENALIZED, Slots
 from tidemill.wire.plan import F32, I32, Logprobs, StepPlan
 
-GREEDY_BELOW = 1e-5
+Index = npt.NDArray[np.intp]
+Traits = npt.NDArray[np.uint8]
+
 FIRST_TOKEN_COUNTER = 1 << 32  # noise counters: blocks from 0, tokens from here
 
 
@@ -48,47 +50,46 @@ class Sampler:
     def sample(self, logits: Tensor, slots: I32, positions: I32) -> tuple[Tensor, Logprobs | None]:
         """Tokens int64[S] for float32[S, V], which is overwritten; and their log-probabilities
         if any of the rows wants them. Row i belongs to slots[i], its token to positions[i]."""
-        wanted = self._slots.logprobs[slots]
-        asking = np.flatnonzero(wanted >= 0)
+        traits = self._slots.traits[slots]
+        if not traits.any():
+            return argmax(logits), None
+        asking = np.flatnonzero(traits & LOGPROBS)
         raw = logits[torch.from_numpy(asking)] if len(asking) else None
 
-        self._adjust(logits, slots, positions)
-        tokens = self._choose(logits, slots, positions)
-
-        penalized = np.flatnonzero(self._slots.has_penalties[slots])
+        penalized = np.flatnonzero(traits & PENALIZED)
+        self._adjust(logits, slots, positions, traits, penalized)
+        tokens = self._choose(logits, slots, positions, traits)
         if len(penalized):
             self._penalties.record(slots[penalized], tokens[torch.from_numpy(penalized)])
         if raw is None:
             return tokens, None
-        report = logprobs.empty(len(slots), int(wanted.max()))
+        report = logprobs.empty(len(slots), int(self._slots.logprobs[slots[asking]].max()))
         logprobs.fill(report, asking, raw, tokens[torch.from_numpy(asking)])
         return tokens, report
 
-    def _adjust(self, logits: Tensor, slots: I32, positions: I32) -> None:
+    def _adjust(
+        self, logits: Tensor, slots: I32, positions: I32, traits: Traits, penalized: Index
+    ) -> None:
         """Bias, penalties and bans, in place."""
-        biased = np.flatnonzero(self._slots.has_bias[slots])
+        biased = np.flatnonzero(traits & BIASED)
         if len(biased):
             entries = [self._slots.bias[slot] for slot in slots[biased].tolist()]
             ids = np.concatenate([ids for ids, _ in entries])
             values = np.concatenate([values for _, values in entries])
             rows = np.repeat(biased, [len(ids) for ids, _ in entries])
             _add_at(logits, rows, ids, values)
-        penalized = np.flatnonzero(self._slots.has_penalties[slots])
         if len(penalized):
             self._penalties.apply(logits, penalized, slots[penalized])
-        early = np.flatnonzero(positions < self._slots.stop_from[slots])
+        early = np.flatnonzero((traits & MIN_TOKENS) > 0)
+        early = early[positions[early] < self._slots.stop_from[slots[early]]]
         if len(early):
             stop_ids = self._slots.stop_ids[slots[early]]
-            row, column = np.nonzero(stop_ids >= 0)
-            _add_at(
-                logits,
-                early[row],
-                stop_ids[row, column],
-                np.full(len(row), -np.inf, dtype=np.float32),
-            )
+            row, column = np.nonzero(stop_ids != NO_STOP)
+            ban = np.full(len(row), -np.inf, dtype=np.float32)
+            _add_at(logits, early[row], stop_ids[row, column], ban)
 
-    def _choose(self, logits: Tensor, slots: I32, positions: I32) -> Tensor:
-        drawn = np.flatnonzero(self._slots.temperature[slots] >= GREEDY_BELOW)
+    def _choose(self, logits: Tensor, slots: I32, positions: I32, traits: Traits) -> Tensor:
+        drawn = np.flatnonzero(traits & DRAWN)
         if not len(drawn):
             return argmax(logits)
         if len(drawn) == len(slots):
@@ -121,16 +122,14 @@ class Sampler:
         return torch.from_numpy(block * BLOCK + lane).to(device)
 
 
-def _gumbel_argmax(
-    weights: F32, states: noise.U64, counters: npt.NDArray[np.intp]
-) -> npt.NDArray[np.intp]:
+def _gumbel_argmax(weights: F32, states: noise.U64, counters: Index) -> Index:
     """Index i in each row with a probability in proportion to weights[i]."""
     with np.errstate(divide="ignore"):
         scores = np.log(weights.astype(np.float64))
-    winners: npt.NDArray[np.intp] = (scores + noise.gumbel(states, counters)).argmax(axis=-1)
+    winners: Index = (scores + noise.gumbel(states, counters)).argmax(axis=-1)
     return winners
 
 
-def _add_at(logits: Tensor, rows: npt.NDArray[np.intp], ids: I32, values: F32) -> None:
+def _add_at(logits: Tensor, rows: Index, ids: I32, values: F32) -> None:
     at = (torch.from_numpy(rows).to(logits.device), torch.from_numpy(ids).to(logits.device))
     logits.index_put_(at, torch.from_numpy(values).to(logits.device), accumulate=True)

@@ -10,15 +10,19 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
-from tidemill.runner.staging import Staged
 from tidemill.wire.plan import F32, I32, SlotInit, StepPlan
 
 NO_STOP = -1  # pads the rows of `stop_ids`; no token has this id
+GREEDY_BELOW = 1e-5  # temperatures below mean the largest logit
+
+# Bits of `traits`: what a request needs beside the largest logit.
+DRAWN, BIASED, PENALIZED, MIN_TOKENS, LOGPROBS = 1, 2, 4, 8, 16
 
 
 class Slots:
-    """One row per slot. All columns but `last_token` and `page_table` live on the host."""
+    """One row per slot. All columns but the last tokens live on the host."""
 
     def __init__(self, count: int, max_len: int, page_size: int, device: torch.device) -> None:
         def ints(fill: int = 0) -> I32:
@@ -28,8 +32,9 @@ class Slots:
             return np.zeros(count, dtype=np.float32)
 
         self.count = count
-        self.last_token = torch.zeros(count, dtype=torch.int32, device=device)
-        self.page_table = Staged((count, -(-max_len // page_size)), torch.int32, device)
+        self._last_token = torch.zeros(count, dtype=torch.int32, device=device)
+        self.page_table: I32 = np.zeros((count, -(-max_len // page_size)), dtype=np.int32)
+        self.traits: npt.NDArray[np.uint8] = np.zeros(count, dtype=np.uint8)
 
         self.temperature, self.top_p, self.min_p = floats(), floats(), floats()
         self.presence, self.frequency, self.repetition = floats(), floats(), floats()
@@ -43,8 +48,6 @@ class Slots:
         self.stop_ids: I32 = np.full((count, 1), NO_STOP, dtype=np.int32)
 
         # What few requests have is kept by slot.
-        self.has_penalties: npt.NDArray[np.bool_] = np.zeros(count, dtype=np.bool_)
-        self.has_bias: npt.NDArray[np.bool_] = np.zeros(count, dtype=np.bool_)
         self.bias: dict[int, tuple[I32, F32]] = {}  # token ids, what to add
         self.prompts: dict[int, I32] = {}  # token ids, while prompt logprobs are wanted
 
@@ -56,8 +59,21 @@ class Slots:
             self._admit(init)
         if len(plan.pages):
             rows, columns, pages = plan.pages.T
-            self.page_table.host[rows, columns] = pages
-            self.page_table.upload_at(rows, columns)
+            self.page_table[rows, columns] = pages
+
+    def remember(self, slots: I32, tokens: Tensor) -> None:
+        """Keep what was sampled, int64[S], for the next step to read."""
+        if tokens.device.type == "cpu":
+            self._last_token.numpy()[slots] = tokens.numpy()
+        else:
+            self._last_token[torch.from_numpy(slots).to(tokens.device)] = tokens.int()
+
+    def recall(self, slots: I32, into: Tensor) -> None:
+        """Put the slots' last sampled tokens into int32[S]."""
+        if into.device.type == "cpu":
+            np.take(self._last_token.numpy(), slots, out=into.numpy(), mode="clip")
+        else:
+            into.copy_(self._last_token[torch.from_numpy(slots).to(into.device)])
 
     def _admit(self, init: SlotInit) -> None:
         slot, params = init.slot, init.params
@@ -74,9 +90,14 @@ class Slots:
         self.max_len[slot] = init.max_len
         self.stop_from[slot] = init.prompt_len + params.min_tokens
         self._set_stop_ids(slot, params.stop_token_ids)
-        self.has_penalties[slot] = params.has_penalties
+        self.traits[slot] = (
+            DRAWN * (params.temperature >= GREEDY_BELOW)
+            + BIASED * bool(params.logit_bias)
+            + PENALIZED * params.has_penalties
+            + MIN_TOKENS * (params.min_tokens > 0 and len(params.stop_token_ids) > 0)
+            + LOGPROBS * (params.logprobs is not None)
+        )
         if params.logit_bias:
-            self.has_bias[slot] = True
             self.bias[slot] = (
                 np.array(list(params.logit_bias), dtype=np.int32),
                 np.array(list(params.logit_bias.values()), dtype=np.float32),
@@ -86,7 +107,7 @@ class Slots:
             self.prompts[slot] = init.history[: init.prompt_len].copy()
 
     def _release(self, slot: int) -> None:
-        self.has_penalties[slot] = self.has_bias[slot] = False
+        self.traits[slot] = 0
         self.prompt_logprobs[slot] = -1
         self.bias.pop(slot, None)
         self.prompts.pop(slot, None)
