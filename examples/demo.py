@@ -17,7 +17,7 @@ import urllib.request
 
 import openai
 
-QUESTION = "Explain in three sentences why the sea has tides."
+QUESTION = "Write a short poem about the sea."
 
 
 def free_port() -> int:
