@@ -5,9 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from runner_harness import CONTEXT, GREEDY, PAGE, PlanWriter, full_logits, greedy_oracle
+from runner_harness import (
+    CONTEXT,
+    GREEDY,
+    PAGE,
+    PlanWriter,
+    full_logits,
+    greedy_oracle,
+    make_runner,
+)
 
 from tidemill.models.decoder import Decoder
+from tidemill.runner.memory import CapacityError
 from tidemill.runner.model_runner import ModelRunner
 from tidemill.wire.plan import RowFlags, StepPlan
 from tidemill.wire.sampling import SamplingParams
@@ -239,3 +248,37 @@ def test_ready_states_what_fits(runner: ModelRunner) -> None:
         ready.memory[part] for part in ("weights", "kv", "activations")
     )
     assert ready.memory["kv"] == ready.num_pages * 1024
+
+
+def test_prompt_logprobs_never_need_more_logits_than_a_decode_step(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = make_runner(decoder, max_running_requests=5)
+    sizes: list[int] = []
+    logits = decoder.ops.logits
+
+    def spy(x: torch.Tensor, tokens: torch.Tensor, *rest: object) -> torch.Tensor:
+        sizes.append(len(tokens))
+        return logits(x, tokens, *rest)
+
+    monkeypatch.setattr(decoder.ops, "logits", spy)
+    writer = PlanWriter(runner)
+    writer.start(0, list(range(50)), SamplingParams(temperature=0, prompt_logprobs=1))
+    result = writer.step({0: 50})
+    assert len(result.prompt_logprobs[0][1].chosen) == 49
+    assert max(sizes) <= 5
+
+
+def test_fewer_tokens_a_step_than_requests_is_refused(decoder: Decoder) -> None:
+    with pytest.raises(CapacityError, match=r"--max-batch-tokens 8 .*--max-running-requests 9"):
+        make_runner(decoder, max_batch_tokens=8, max_running_requests=9)
+
+
+def test_a_failed_allocation_is_one_line(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*shape: object) -> torch.Tensor:
+        return torch.empty(1 << 60, dtype=torch.uint8)
+
+    monkeypatch.setattr(decoder.ops, "allocate_kv", fail)
+    with pytest.raises(CapacityError, match="out of memory") as caught:
+        make_runner(decoder)
+    assert "\n" not in str(caught.value)

@@ -7,7 +7,6 @@ The loop around it, with its ring and its process, is `process.py`.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tidemill.config import EngineConfig
-from tidemill.models.decoder import Decoder
+from tidemill.models.decoder import Decoder, DecoderConfig
 from tidemill.models.loader import load_model, read_config
 from tidemill.ops.select import make_backend
 from tidemill.runner import logprobs, memory
@@ -26,6 +25,7 @@ from tidemill.runner.batch import BatchBuilder, Step
 from tidemill.runner.memory import CapacityError
 from tidemill.runner.sampler import Sampler
 from tidemill.runner.slots import Slots
+from tidemill.runner.threads import physical_cores
 from tidemill.wire.errors import EngineError
 from tidemill.wire.messages import RunnerReady
 from tidemill.wire.plan import Logprobs, RowFlags, SlotInit, StepPlan, StepResult
@@ -86,7 +86,7 @@ class ModelRunner:
         spec, page_size = model.attention(0), config.page_size
         page_bytes = ops.kv_bytes_per_page(spec, model.layers, page_size)
         available = memory.available_memory(ops.device) - activations
-        fit = memory.fit(config, model.max_position, page_bytes, available, on_gpu)
+        fit = memory.fit(config, len(self._decoder.rope), page_bytes, available, on_gpu)
 
         self._kv: Any = ops.allocate_kv(spec, model.layers, fit.num_pages, page_size)
         self._forward = ops.graph(lambda batch: self._decoder.forward(batch, self._kv))
@@ -209,17 +209,27 @@ class ModelRunner:
         self.reset()
 
 
+def _longest_context(model: DecoderConfig) -> int:
+    """Tokens: dynamic scaling of rope stretches the trained context when asked to."""
+    if model.rope.kind == "dynamic":
+        return int(model.max_position * float(model.rope.params["factor"]))
+    return model.max_position
+
+
 def _load(config: EngineConfig, report: Progress) -> Decoder:
-    threads = config.threads or os.cpu_count() or 1
+    threads = config.threads or physical_cores()
     torch.set_num_threads(threads)
-    backend = make_backend(config.device, config.dtype, threads, config.native)
+    try:
+        backend = make_backend(config.device, config.dtype, threads, config.native)
+    except ValueError as error:
+        raise EngineError(str(error)) from error
     memory.check_weights(Path(config.model), memory.available_memory(backend.device))
-    context = read_config(config.model, config.load_format).max_position
+    model = read_config(config.model, config.load_format)
     return load_model(
         config.model,
         config.load_format,
         backend,
-        max_len=min(config.max_model_len or context, context),
+        max_len=min(config.max_model_len or model.max_position, _longest_context(model)),
         progress=lambda done: report("loading weights", done),
         seed=config.seed,
     )
