@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from tidemill.ops.backend import Batch
-from tidemill.ops.cpu import library
 from tidemill.ops.cpu.library import AttentionShape, LinearOptions, Operand, Step
 
 
