@@ -8,6 +8,7 @@ Format: github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
 from dataclasses import dataclass
@@ -88,7 +89,7 @@ class GGUFFile:
         except ValueError:
             raise ModelError(f"{self.path}: tensor {name} has the unknown type {kind}") from None
         block, size = gguf.GGML_QUANT_SIZES[fmt]
-        count = int(np.prod(shape, dtype=np.int64))
+        count = math.prod(shape)
         if shape[-1] % block:
             raise ModelError(f"{self.path}: tensor {name}: {shape} is not whole {fmt.name} blocks")
         nbytes = count // block * size

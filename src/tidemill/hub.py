@@ -27,7 +27,8 @@ from tidemill.wire.errors import ModelError
 Progress = Callable[[str, float | None], None]  # what is being done, fraction in 0..1
 
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
-_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
+_HUB_LEAVE = ["*/*", "consolidated*"]  # the same weights in other layouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +180,10 @@ def _from_hub(name: str, report: Progress, offline: bool) -> Path:
     offline = offline or bool(os.environ.get("HF_HUB_OFFLINE"))
     try:
         found = huggingface_hub.snapshot_download(
-            name, allow_patterns=_HUB_FILES, local_files_only=offline
+            name,
+            allow_patterns=_HUB_FILES,
+            ignore_patterns=_HUB_LEAVE,
+            local_files_only=offline,
         )
     except LocalEntryNotFoundError:
         reason = "it is not in the local cache and the hub cannot be reached"

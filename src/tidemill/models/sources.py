@@ -141,6 +141,8 @@ class SafetensorsSource:
             with suppress(OSError, ValueError, KeyError, AttributeError, TypeError):
                 return sorted(set(json.loads(index.read_text())["weight_map"].values()))
             raise ModelError(f"{index}: not a safetensors index")
+        if (self._path / "model.safetensors").exists():  # others may be copies in other layouts
+            return ["model.safetensors"]
         found = sorted(file.name for file in self._path.glob("*.safetensors"))
         if not found:
             raise ModelError(
