@@ -81,7 +81,8 @@ def tolerance(backend: NativeBackend, fmt: str) -> float:
 
 def normed(x: Tensor, weight: Tensor, eps: float) -> Array:
     wide = exact(x)
-    return wide / np.sqrt((wide**2).mean(-1, keepdims=True) + eps) * exact(weight)
+    result: Array = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + eps) * exact(weight)
+    return result
 
 
 # Rows around the register blocks' sizes (6, 12, 16, 32), outputs that fill no pair of panels,
