@@ -29,6 +29,12 @@ int64_t Worker::take(int64_t count) {
 }
 
 Pool::Pool(int threads) : threads_(threads) {
+  CPU_ZERO(&allowed_);
+  if (sched_getaffinity(0, sizeof allowed_, &allowed_) == 0 && CPU_COUNT(&allowed_) == threads) {
+    for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
+      if (CPU_ISSET(cpu, &allowed_)) cpus_.push_back(cpu);
+    }
+  }
   for (int i = 0; i < threads; ++i) {
     void* scratch = map_memory(kScratchBytes);
     workers_.push_back(std::make_unique<Worker>(*this, i, threads, scratch));
@@ -40,7 +46,7 @@ Pool::Pool(int threads) : threads_(threads) {
 
 Pool::~Pool() {
   task_ = nullptr;
-  runs_.fetch_add(1, std::memory_order_release);
+  runs_.fetch_add(1);
   runs_.notify_all();
   for (std::thread& thread : started_) thread.join();
   for (const auto& worker : workers_) unmap_memory(worker->scratch, kScratchBytes);
@@ -48,13 +54,25 @@ Pool::~Pool() {
 
 void Pool::run(Task& task) {
   task_ = &task;
-  runs_.fetch_add(1, std::memory_order_release);
+  runs_.fetch_add(1);
   runs_.notify_all();
+  keep_to_own_cpu(0);
   task.run(*workers_[0]);
   barrier();
+  if (!cpus_.empty()) sched_setaffinity(0, sizeof allowed_, &allowed_);
+}
+
+// The calling thread's. Where it is not permitted, threads move: slower, not wrong.
+void Pool::keep_to_own_cpu(int thread) const {
+  if (cpus_.empty()) return;
+  cpu_set_t own;
+  CPU_ZERO(&own);
+  CPU_SET(cpus_[thread], &own);
+  sched_setaffinity(0, sizeof own, &own);
 }
 
 void Pool::work(Worker& worker) {
+  keep_to_own_cpu(worker.thread);
   for (uint32_t seen = 0;; ++seen) {
     wait_for_change(runs_, seen, kIdleSpins);
     if (task_ == nullptr) return;
@@ -75,7 +93,8 @@ void Pool::barrier() {
   }
   arrived_.store(0, std::memory_order_relaxed);
   taken_.store(0, std::memory_order_relaxed);
-  phase_.store(phase + 1, std::memory_order_release);
+  // Sequentially consistent: notify_all looks for waiters, and must not do so before the store.
+  phase_.store(phase + 1);
   phase_.notify_all();
 }
 

@@ -1,6 +1,8 @@
 // A pool of threads that run one task together, with barriers inside it.
 #pragma once
 
+#include <sched.h>
+
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -43,6 +45,10 @@ class Task {
 
 // Waits spin for some microseconds, which is what a step's operators need of each other, and
 // then sleep in the kernel: an idle pool costs nothing.
+//
+// If there is a thread for every CPU that the process may use, each keeps to its own while a task
+// runs: on a busy machine, Linux wakes threads that wait for each other on one CPU, and leaves
+// them there to take turns.
 class Pool {
  public:
   static constexpr size_t kScratchBytes = 8 << 20;  // rarely touched beyond the first
@@ -64,8 +70,11 @@ class Pool {
 
   void work(Worker& worker);
   void barrier();
+  void keep_to_own_cpu(int thread) const;
 
   const int threads_;
+  cpu_set_t allowed_;      // the CPUs that the process may use
+  std::vector<int> cpus_;  // the same, or empty: threads may move
   std::vector<std::unique_ptr<Worker>> workers_;
   std::vector<std::thread> started_;
   Task* task_ = nullptr;  // null: stop
