@@ -127,7 +127,8 @@ class NativeBackend:
             )
         shape = (pages, layers, 2, spec.kv_heads, page_size, spec.head_dim)
         count = int(np.prod(shape, dtype=np.int64))
-        memory = mmap.mmap(-1, 2 * count)  # untouched pages take no memory
+        # Untouched pages take no memory.
+        memory = mmap.mmap(-1, 2 * count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(mmap.MADV_HUGEPAGE)
         values = torch.frombuffer(memory, dtype=torch.bfloat16, count=count)
         return NativeKv(values.view(shape))

@@ -61,16 +61,37 @@ TIDEMILL_INLINE f32 sums_of(u32 (&rows)[kLanes]) {
   return sums;
 }
 
-struct SpanBlock {
+// Keys of a span that are taken together.
+struct KeyBlock {
   const uint16_t* keys[kKeys];
-  ptrdiff_t to_values;  // from a key to its value
-  int count;
-  int head_dim;
+  int count = 0;
+
+  void find(const PrefillAttention& a, const AttentionSpan& span, int begin) {
+    const int32_t* table = a.page_table + span.row * a.table_stride;
+    const int end = std::min(begin + kKeys, span.end);
+    int page = begin / a.kv.page_size, offset = begin % a.kv.page_size;
+    for (count = 0; begin < end; ++page, offset = 0) {
+      const uint16_t* key = a.kv.k + table[page] * a.kv.page_stride +
+                            offset * a.kv.token_stride + span.kv_head * a.kv.head_stride;
+      for (; begin < end && offset < a.kv.page_size; ++begin, ++offset, key += a.kv.token_stride) {
+        keys[count++] = key;
+      }
+    }
+  }
 };
 
+// The pieces are too short for the hardware to see where they lead.
+template <int kChunks>
+TIDEMILL_INLINE void prefetch_head(const uint16_t* at) {
+  for (int c = 0; c < kChunks; ++c) {
+    _mm_prefetch(reinterpret_cast<const char*>(at + c * kChunk), _MM_HINT_T0);
+  }
+}
+
 template <int kChunks, int kHeads>
-void score(const SpanBlock& block, const float* queries, float* scores) {
-  const bool half = block.head_dim % kChunk != 0;
+void score(const PrefillAttention& a, const KeyBlock& block, const float* queries, float* scores) {
+  const bool half = a.head_dim % kChunk != 0;
+  const ptrdiff_t to_values = a.kv.v - a.kv.k;
   f32 q[kHeads][kChunks][2];
   for (int h = 0; h < kHeads; ++h) {
     for (int c = 0; c < kChunks; ++c) {
@@ -79,16 +100,21 @@ void score(const SpanBlock& block, const float* queries, float* scores) {
     }
   }
   for (int first = 0; first < block.count; first += kLanes) {
-    u32 products[kHeads][kLanes] = {};
+    u32 products[kHeads][kLanes];
     const int count = std::min(kLanes, block.count - first);
+    if (count < kLanes) std::memset(products, 0, sizeof products);
     for (int i = 0; i < count; ++i) {
       const uint16_t* key = block.keys[first + i];
+      prefetch_head<kChunks>(key + to_values);
       f32 sums[kHeads] = {};
 #pragma GCC unroll 8
       for (int c = 0; c < kChunks; ++c) {
         const Pairs k = load_pairs(key + c * kChunk, half && c == kChunks - 1);
 #pragma GCC unroll 8
-        for (int h = 0; h < kHeads; ++h) sums[h] += k.even * q[h][c][0] + k.odd * q[h][c][1];
+        for (int h = 0; h < kHeads; ++h) {
+          sums[h] += k.even * q[h][c][0];
+          sums[h] += k.odd * q[h][c][1];
+        }
       }
       for (int h = 0; h < kHeads; ++h) products[h][i] = (u32)sums[h];
     }
@@ -126,15 +152,18 @@ inline void softmax(const Head& head, int count, int chunks, float* scores) {
 }
 
 template <int kChunks, int kHeads>
-void add_values(const SpanBlock& block, const float* weights, float* partial, int first_head) {
-  const bool half = block.head_dim % kChunk != 0;
+void add_values(const PrefillAttention& a, const KeyBlock& block, const KeyBlock& next,
+                const float* weights, float* partial, int first_head) {
+  const bool half = a.head_dim % kChunk != 0;
+  const ptrdiff_t to_values = a.kv.v - a.kv.k;
   f32 sums[kHeads][kChunks][2];
   for (int h = 0; h < kHeads; ++h) {
     const float* outputs = Head(partial, first_head + h, kChunks).outputs;
     for (int c = 0; c < 2 * kChunks; ++c) sums[h][c / 2][c % 2] = load<f32>(outputs + c * kLanes);
   }
   for (int i = 0; i < block.count; ++i) {
-    const uint16_t* value = block.keys[i] + block.to_values;
+    const uint16_t* value = block.keys[i] + to_values;
+    if (i < next.count) prefetch_head<kChunks>(next.keys[i]);
 #pragma GCC unroll 8
     for (int c = 0; c < kChunks; ++c) {
       const Pairs v = load_pairs(value + c * kChunk, half && c == kChunks - 1);
@@ -152,7 +181,8 @@ void add_values(const SpanBlock& block, const float* weights, float* partial, in
 }
 
 template <int kChunks>
-void attend(const PrefillAttention& a, const AttentionSpan& span, float* partial, float* scratch) {
+void attend(const PrefillAttention& a, const AttentionSpan& span, const AttentionSpan* next,
+            float* partial, float* scratch) {
   constexpr int kTile = head_tile(kChunks);
   const int group = a.heads / a.kv_heads;
   const bool half = a.head_dim % kChunk != 0;
@@ -173,45 +203,41 @@ void attend(const PrefillAttention& a, const AttentionSpan& span, float* partial
     std::memset(head.outputs, 0, kChunks * kChunk * sizeof(float));
   }
 
-  SpanBlock block;
-  block.to_values = a.kv.v - a.kv.k;
-  block.head_dim = a.head_dim;
-  const int32_t* table = a.page_table + span.row * a.table_stride;
-  int page = span.begin / a.kv.page_size, offset = span.begin % a.kv.page_size;
-  for (int begin = span.begin; begin < span.end; begin += block.count) {
-    block.count = std::min(kKeys, span.end - begin);
-    for (int i = 0; i < block.count;) {
-      const uint16_t* key = a.kv.k + table[page] * a.kv.page_stride +
-                            offset * a.kv.token_stride + span.kv_head * a.kv.head_stride;
-      const int here = std::min(block.count - i, a.kv.page_size - offset);
-      for (int j = 0; j < here; ++j) block.keys[i++] = key + j * a.kv.token_stride;
-      offset += here;
-      if (offset == a.kv.page_size) ++page, offset = 0;
+  KeyBlock blocks[2];
+  KeyBlock* block = &blocks[0];
+  KeyBlock* ahead = &blocks[1];
+  block->find(a, span, span.begin);
+  for (int begin = span.begin; begin < span.end; begin += kKeys, std::swap(block, ahead)) {
+    ahead->count = 0;
+    if (begin + kKeys < span.end) {
+      ahead->find(a, span, begin + kKeys);
+    } else if (next != nullptr) {
+      ahead->find(a, *next, next->begin);
     }
     for (int first = 0, count; first < group; first += count) {
       count = std::min(kTile, group - first);
       with_rows<kTile>(count, [&](auto heads) {
-        score<kChunks, heads>(block, queries + first * kChunks * kChunk, scores);
+        score<kChunks, heads>(a, *block, queries + first * kChunks * kChunk, scores);
         for (int h = 0; h < heads; ++h) {
           float* at = scores + h * kKeys;
           if (a.softcap > 0.0f) {
-            for (int i = 0; i < block.count; ++i) {
+            for (int i = 0; i < block->count; ++i) {
               at[i] = a.softcap * kLog2e * tanh(splat(at[i]))[0];
             }
           }
-          softmax(Head(partial, first + h, kChunks), block.count, kChunks, at);
+          softmax(Head(partial, first + h, kChunks), block->count, kChunks, at);
         }
-        add_values<kChunks, heads>(block, scores, partial, first);
+        add_values<kChunks, heads>(a, *block, *ahead, scores, partial, first);
       });
     }
   }
 }
 
-void attention_span(const PrefillAttention& a, const AttentionSpan& span, float* partial,
-                    void* scratch) {
+void attention_span(const PrefillAttention& a, const AttentionSpan& span,
+                    const AttentionSpan* next, float* partial, void* scratch) {
   const int chunks = (a.head_dim + kChunk - 1) / kChunk;
   with_rows<8>(chunks, [&](auto count) {
-    attend<count>(a, span, partial, static_cast<float*>(scratch));
+    attend<count>(a, span, next, partial, static_cast<float*>(scratch));
   });
 }
 

@@ -220,7 +220,7 @@ void AttentionOperation::plan_spans(const Step& step, Program& program) {
   const int64_t size = span_floats(a.heads / a.kv_heads, a.head_dim) * sizeof(float);
   partials_ = static_cast<float*>(program.shared(Program::kPartials, first_span_.back() * a.kv_heads * size));
   const int64_t counters = int64_t{single_rows_} * a.kv_heads;
-  left_ = static_cast<std::atomic<int>*>(program.shared(Program::kCounters, counters * sizeof(int)));
+  done_ = static_cast<std::atomic<int>*>(program.shared(Program::kCounters, counters * sizeof(int)));
 }
 
 void AttentionOperation::run(const Step& step, Worker& worker) {
@@ -230,26 +230,40 @@ void AttentionOperation::run(const Step& step, Worker& worker) {
   }
 }
 
+// KV heads outside: rows that share pages find them in the cache.
+AttentionSpan AttentionOperation::span_at(int64_t index) const {
+  const int spans = first_span_.back();
+  const int head = static_cast<int>(index / spans), span = static_cast<int>(index % spans);
+  const auto after = std::upper_bound(first_span_.begin(), first_span_.end(), span);
+  const int row = static_cast<int>(after - first_span_.begin()) - 1;
+  const int begin = first_key_[row] + (span - first_span_[row]) * span_keys_;
+  return {row, row, head, begin, std::min(begin + span_keys_, arguments_.contexts[row])};
+}
+
 void AttentionOperation::run_spans(Worker& worker) {
   const PrefillAttention& a = arguments_;
-  const int spans = first_span_.back();
+  const int64_t spans = int64_t{first_span_.back()} * a.kv_heads;
   const int64_t size = span_floats(a.heads / a.kv_heads, a.head_dim);
-  // KV heads outside: rows that share pages find them in the cache.
-  for (int64_t i; (i = worker.take(1)) < int64_t{spans} * a.kv_heads;) {
-    const int head = static_cast<int>(i / spans), span = static_cast<int>(i % spans);
-    const auto after = std::upper_bound(first_span_.begin(), first_span_.end(), span);
-    const int row = static_cast<int>(after - first_span_.begin()) - 1;
-    const int begin = first_key_[row] + (span - first_span_[row]) * span_keys_;
-    const int end = std::min(begin + span_keys_, a.contexts[row]);
-    machine_->step->attention_span(a, {row, row, head, begin, end}, partials_ + i * size,
+  int64_t i = worker.take(1);
+  if (i >= spans) return;
+  for (AttentionSpan span = span_at(i), next; i < spans; span = next) {
+    const int64_t after = worker.take(1);
+    if (after < spans) next = span_at(after);
+    machine_->step->attention_span(a, span, after < spans ? &next : nullptr, partials_ + i * size,
                                    worker.scratch);
-    const int count = first_span_[row + 1] - first_span_[row];
-    std::atomic<int>& done = left_[head * single_rows_ + row];
-    if (count > 1 && done.fetch_add(1, std::memory_order_acq_rel) + 1 < count) continue;
-    done.store(0, std::memory_order_relaxed);  // for the next layer
-    machine_->step->merge_spans(a, row, head, partials_ + (i - (span - first_span_[row])) * size,
-                                count);
+    finish_span(span, i, size);
+    i = after;
   }
+}
+
+// Whoever finishes a row's last span puts them together.
+void AttentionOperation::finish_span(const AttentionSpan& span, int64_t index, int64_t size) {
+  const int count = first_span_[span.row + 1] - first_span_[span.row];
+  std::atomic<int>& done = done_[span.kv_head * single_rows_ + span.row];
+  if (count > 1 && done.fetch_add(1, std::memory_order_acq_rel) + 1 < count) return;
+  done.store(0, std::memory_order_relaxed);  // for the next layer
+  const int64_t first = index - (span.begin - first_key_[span.row]) / span_keys_;
+  machine_->step->merge_spans(arguments_, span.token, span.kv_head, partials_ + first * size, count);
 }
 
 }  // namespace tidemill

@@ -86,6 +86,8 @@ class AttentionOperation final : public Operation {
  private:
   void plan_spans(const Step& step, Program& program);
   void run_spans(Worker& worker);
+  AttentionSpan span_at(int64_t index) const;
+  void finish_span(const AttentionSpan& span, int64_t index, int64_t size);
 
   const Operand q_, out_;
   PrefillAttention arguments_;
@@ -95,7 +97,7 @@ class AttentionOperation final : public Operation {
   std::vector<int> first_span_;    // [single_rows + 1], within a KV head
   std::vector<int> first_key_;     // the window's begin
   float* partials_ = nullptr;
-  std::atomic<int>* left_ = nullptr;  // [kv_heads][single_rows]: spans that are not done
+  std::atomic<int>* done_ = nullptr;  // [kv_heads][single_rows]: spans so far
 };
 
 }  // namespace tidemill

@@ -59,9 +59,10 @@ struct StepKernels {
 
   void (*rope_write)(const RopeWrite& r, int begin, int end);
 
-  // `partial`: span_floats(a) floats: what merge_spans takes. `scratch`: kSpanScratchBytes.
-  void (*attention_span)(const PrefillAttention& a, const AttentionSpan& span, float* partial,
-                         void* scratch);
+  // `partial`: span_floats of them, which merge_spans takes. `next`: the span that this thread
+  // computes after this one, or null; it is prefetched. `scratch`: a worker's.
+  void (*attention_span)(const PrefillAttention& a, const AttentionSpan& span,
+                         const AttentionSpan* next, float* partial, void* scratch);
   // Writes the output of the group of heads from `count` consecutive partials.
   void (*merge_spans)(const PrefillAttention& a, int token, int kv_head, float* partials,
                       int count);
