@@ -2,7 +2,8 @@
 
 Once with a simulated runner, whose tokens are a hash of all that came before, as bytes that are
 mostly no valid UTF-8: one wrong or missing token, and all text behind it differs. Once with the
-real model, in float32, the exact mode, so recomputing what was lost gives the same tokens.
+model runner and a tiny model of random weights, in float32, the exact mode, so that recomputing
+what was lost gives the same tokens.
 """
 
 from __future__ import annotations
@@ -24,9 +25,8 @@ import httpx
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from tidemill import hub
-
 LIMIT_S = 120.0  # only a failure takes so long
+TOKENS = 300  # of each stream
 KILL_AT = 8  # events of each stream
 SIMULATED = Path(__file__).with_name("simulated.py")
 PROMPTS = [
@@ -41,24 +41,39 @@ PROMPTS = [
 ]
 
 
-def real_command(port: int) -> list[str]:
-    named = os.environ.get("TIDEMILL_TEST_MODEL")
-    path = Path(named) if named else hub.cached_default_model()
-    if path is None:
-        pytest.skip("the default model is not cached: tidemill pull smollm2")
-    flags = ["--dtype", "float32", "--max-model-len", "512", "--kv-memory", "64MiB"]
-    return [sys.executable, "-m", "tidemill", "serve", str(path), "--port", str(port), *flags]
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "max_position_embeddings": 1024,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 256,
+}
 
 
-def simulated_command(port: int, folder: Path) -> list[str]:
-    """The model is a tokenizer whose tokens are the 256 bytes."""
+def make_model(folder: Path) -> None:
+    """A configuration, and a tokenizer whose tokens are the 256 bytes."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({each: at for at, each in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "config.json").write_text("{}")
-    return [sys.executable, str(SIMULATED), "supervise", str(folder), str(port)]
+    (folder / "config.json").write_text(json.dumps(MODEL))
+
+
+def command(runner: str, folder: Path, port: int) -> list[str]:
+    if runner == "simulated":
+        return [sys.executable, str(SIMULATED), "supervise", str(folder), str(port)]
+    flags = ["--load-format", "dummy", "--dtype", "float32", "--kv-memory", "16MiB"]
+    flags += ["--max-batch-tokens", "64", "--max-running-requests", "16", "--threads", "1"]
+    return [sys.executable, "-m", "tidemill", "serve", str(folder), "--port", str(port), *flags]
 
 
 @dataclass
@@ -66,7 +81,6 @@ class Engine:
     process: subprocess.Popen[bytes]
     base: str
     log: Path
-    tokens: int  # of each stream
 
     def get(self, path: str) -> httpx.Response:
         return httpx.get(f"{self.base}{path}", timeout=LIMIT_S)
@@ -95,7 +109,7 @@ class Engine:
         return float(found[1])
 
 
-@pytest.fixture(scope="module", params=["simulated", "real"])
+@pytest.fixture(scope="module", params=["simulated", "model"])
 def engine(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engine]:
@@ -103,12 +117,14 @@ def engine(
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     folder = tmp_path_factory.mktemp("kill")
-    simulated = request.param == "simulated"
-    command = simulated_command(port, folder) if simulated else real_command(port)
+    make_model(folder)
     log = folder / "log"
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stderr=output)
-    made = Engine(process, f"http://127.0.0.1:{port}", log, tokens=300 if simulated else 64)
+        process = subprocess.Popen(
+            command(request.param, folder, port), stderr=output, env=environment
+        )
+    made = Engine(process, f"http://127.0.0.1:{port}", log)
     try:
         made.wait_ready()
         yield made
@@ -129,17 +145,17 @@ class Stream:
     finish: str | None = None
     started: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def run(self, client: httpx.AsyncClient, tokens: int, prompt: str) -> None:
+    async def run(self, client: httpx.AsyncClient, prompt: str) -> None:
         try:
-            await self._run(client, tokens, prompt)
+            await self._run(client, prompt)
         finally:
             self.started.set()
 
-    async def _run(self, client: httpx.AsyncClient, tokens: int, prompt: str) -> None:
+    async def _run(self, client: httpx.AsyncClient, prompt: str) -> None:
         body = {
             "model": (await client.get("/v1/models")).json()["data"][0]["id"],
             "prompt": prompt,
-            "max_tokens": tokens,
+            "max_tokens": TOKENS,
             "temperature": 0,
             "seed": 1,  # the simulated runner samples by it even so
             "stream": True,
@@ -170,7 +186,7 @@ async def complete(engine: Engine, kill: tuple[str, ...] = ()) -> tuple[list[Str
     states: set[str] = set()
     async with httpx.AsyncClient(base_url=engine.base, timeout=LIMIT_S) as client:
         tasks = [
-            asyncio.create_task(stream.run(client, engine.tokens, prompt))
+            asyncio.create_task(stream.run(client, prompt))
             for stream, prompt in zip(streams, PROMPTS, strict=True)
         ]
         await asyncio.gather(*(stream.started.wait() for stream in streams))
