@@ -9,7 +9,7 @@ that meet the row twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import gguf
@@ -29,11 +29,20 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(slots=True)
 class Groups:
-    """Plain 4-bit weights: `q` uint8[out, in] in 0..15; `scale` and `zero` float32[out, in/32]."""
+    """Plain 4-bit weights: `q` uint8[out, in * copies] in 0..15; `scale` and `zero`
+    float32[out, in * copies / 32]. The matrices of several copies add up to the weight."""
 
     q: Bytes
     scale: Floats
     zero: Floats
+    copies: int = 1
+
+    def dequantize(self) -> Tensor:
+        """float32[out, in]"""
+        q = torch.from_numpy(self.q).view(self.q.shape[0], -1, GROUP).float()
+        scale, zero = (torch.from_numpy(part)[:, :, None] for part in (self.scale, self.zero))
+        values = q.sub_(8).mul_(scale).add_(zero).view(self.q.shape)
+        return values.view(len(values), self.copies, -1).sum(1) if self.copies > 1 else values
 
 
 @dataclass(slots=True)
@@ -59,23 +68,25 @@ def linear(x: Tensor, weight: Int4Weight) -> Tensor:
     return out
 
 
-def pack(parts: list[RawWeight]) -> Int4Weight | None:
-    """The parts stacked over out_features, or None where a format or a shape does not fit."""
-    splits = [_SPLIT.get(part.fmt) for part in parts]
-    out, columns = sum(part.shape[0] for part in parts), parts[0].shape[1]
-    if None in splits or len({part.fmt == "Q8_0" for part in parts}) > 1:
+def split(raw: RawWeight) -> Groups | None:
+    """The weight in groups, or None for a format that they cannot hold."""
+    made = _SPLIT.get(raw.fmt)
+    return None if made is None or raw.shape[1] % GROUP else made(raw)
+
+
+def pack(parts: Sequence[Groups | None]) -> Int4Weight | None:
+    """The parts stacked over out_features; None if one is, or if they do not fit together."""
+    groups = [part for part in parts if part is not None]
+    if len(groups) < len(parts) or len({part.copies for part in groups}) > 1:
         return None
-    if out % ROW_MULTIPLE or columns % GROUP:
+    q = np.concatenate([part.q for part in groups])
+    if len(q) % ROW_MULTIPLE:
         return None
-    groups = [split(part) for split, part in zip(splits, parts, strict=True) if split is not None]
-    q = np.concatenate([g.q for g in groups])
-    scale = np.concatenate([g.scale for g in groups])
-    zero = np.concatenate([g.zero for g in groups])
+    scale = np.concatenate([part.scale for part in groups])
+    zero = np.concatenate([part.zero for part in groups])
     pairs = torch.from_numpy(np.stack([scale.T, zero.T], axis=2)).to(torch.bfloat16).contiguous()
-    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(
-        torch.from_numpy(q.astype(np.int32)), 1
-    )
-    return Int4Weight(packed, pairs, q.shape[1] // columns)
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(torch.from_numpy(q).int(), 1)
+    return Int4Weight(packed, pairs, groups[0].copies)
 
 
 def _blocks(raw: RawWeight) -> Bytes:
@@ -126,7 +137,7 @@ def _q8_0(raw: RawWeight) -> Groups:
     biased = blocks[..., 2:] ^ np.uint8(0x80)  # q + 128 = 16 * (high + 8) + low
     q = np.concatenate([(biased >> 4).reshape(raw.shape), (biased & 15).reshape(raw.shape)], axis=1)
     zero = np.concatenate([np.zeros_like(scale), 8 * scale], axis=1)
-    return Groups(q, np.concatenate([16 * scale, scale], axis=1), zero)
+    return Groups(q, np.concatenate([16 * scale, scale], axis=1), zero, copies=2)
 
 
 _SPLIT: dict[str, Callable[[RawWeight], Groups]] = {

@@ -64,7 +64,14 @@ class TorchCpuBackend(ReferenceBackend):
     # --- weights ------------------------------------------------------------------------------
 
     def pack(self, parts: list[RawWeight], *, keep_rows: bool = False) -> CpuWeight:  # type: ignore[override]
-        weight = CpuWeight(to_tensor(parts, BF16), int4.pack(parts))
+        groups = [int4.split(part) for part in parts]
+        dense = torch.cat(
+            [
+                to_tensor([part], BF16) if split is None else split.dequantize().to(BF16)
+                for part, split in zip(parts, groups, strict=True)
+            ]
+        )
+        weight = CpuWeight(dense, int4.pack(groups))
         self._by_shape.setdefault(weight.shape, []).append(weight)
         return weight
 

@@ -141,6 +141,27 @@ def _ints(values: Sequence[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
+def one_row(context: int, query: int, page_size: int = 4) -> Batch:
+    """One row whose last `query` of `context` tokens are in the pass; pages in reverse."""
+    count = -(-context // page_size)
+    pages = torch.arange(count, 0, -1, dtype=torch.int32)
+    positions = torch.arange(context - query, context, dtype=torch.int32)
+    slots = pages[(positions // page_size).long()] * page_size + positions % page_size
+    return Batch(
+        ids=torch.zeros(query, dtype=torch.int32),
+        positions=positions,
+        kv_slots=slots,
+        row_starts=torch.tensor([0, query], dtype=torch.int32),
+        contexts=torch.tensor([context], dtype=torch.int32),
+        page_table=pages[None],
+        logit_tokens=torch.tensor([query - 1], dtype=torch.int32),
+        num_tokens=query,
+        num_rows=1,
+        max_query=query,
+        max_context=context,
+    )
+
+
 def feed_in_chunks(sequences: Sequences, name: int, ids: Sequence[int], size: int) -> Tensor:
     """All logits of a sequence that is fed `size` tokens at a time."""
     parts = [ids[at : at + size] for at in range(0, len(ids), size)]
