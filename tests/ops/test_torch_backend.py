@@ -82,7 +82,7 @@ def test_blocks_map_onto_groups_exactly(fmt: str) -> None:
     groups = int4.split(raw_of(weight))
     assert groups is not None
     assert groups.q.max() < 16
-    values = groups.dequantize().numpy()
+    values = groups.dequantize(torch.float32).numpy()
     assert np.allclose(values, weight.values, rtol=1e-5, atol=1e-7)
 
 
@@ -95,6 +95,18 @@ def test_packed_product(fmt: str, rows: int) -> None:
     x = torch.randn(rows, 512, generator=torch.Generator().manual_seed(3))
     wanted = x.bfloat16().float() @ torch.from_numpy(np.concatenate([w.values for w in weights])).T
     assert error(int4.linear(x.bfloat16(), packed), wanted) < ROUNDING
+
+
+def test_packing_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = int4.split(raw_of(stored("Q8_0", 176)))
+    assert groups is not None
+    whole, values = int4.pack([groups]), groups.dequantize(torch.float32)
+    monkeypatch.setattr(int4, "SLICE", 64)
+    sliced = int4.pack([groups])
+    assert whole is not None
+    assert sliced is not None
+    assert torch.equal(whole.packed, sliced.packed)
+    assert torch.equal(values, groups.dequantize(torch.float32))
 
 
 @pytest.mark.parametrize(

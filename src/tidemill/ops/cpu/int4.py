@@ -9,7 +9,7 @@ that meet the row twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import gguf
@@ -21,7 +21,8 @@ from torch import Tensor
 from tidemill.ops.backend import RawWeight
 
 GROUP = 32  # weights with one scale, along in_features
-ROW_MULTIPLE = 16  # torch packs out_features in tiles
+ROW_MULTIPLE = 16  # torch packs out_features in tiles of 64, the last a multiple of this
+SLICE = 4096  # out_features unpacked at once: it takes 4 bytes a weight
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
@@ -37,12 +38,16 @@ class Groups:
     zero: Floats
     copies: int = 1
 
-    def dequantize(self) -> Tensor:
-        """float32[out, in]"""
-        q = torch.from_numpy(self.q).view(self.q.shape[0], -1, GROUP).float()
-        scale, zero = (torch.from_numpy(part)[:, :, None] for part in (self.scale, self.zero))
-        values = q.sub_(8).mul_(scale).add_(zero).view(self.q.shape)
-        return values.view(len(values), self.copies, -1).sum(1) if self.copies > 1 else values
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """[out, in]"""
+        rows, columns = self.q.shape
+        out = torch.empty(rows, columns // self.copies, dtype=dtype)
+        for part in _slices(rows):
+            q = torch.from_numpy(self.q[part]).float().view(-1, columns // GROUP, GROUP)
+            scale, zero = (torch.from_numpy(a[part])[:, :, None] for a in (self.scale, self.zero))
+            values = q.sub_(8).mul_(scale).add_(zero)
+            out[part] = values.view(len(q), self.copies, -1).sum(1)
+        return out
 
 
 @dataclass(slots=True)
@@ -85,8 +90,15 @@ def pack(parts: Sequence[Groups | None]) -> Int4Weight | None:
     scale = np.concatenate([part.scale for part in groups])
     zero = np.concatenate([part.zero for part in groups])
     pairs = torch.from_numpy(np.stack([scale.T, zero.T], axis=2)).to(torch.bfloat16).contiguous()
-    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(torch.from_numpy(q).int(), 1)
-    return Int4Weight(packed, pairs, groups[0].copies)
+    packed = [
+        torch.ops.aten._convert_weight_to_int4pack_for_cpu(torch.from_numpy(q[part]).int(), 1)
+        for part in _slices(len(q))
+    ]
+    return Int4Weight(torch.cat(packed), pairs, groups[0].copies)
+
+
+def _slices(rows: int) -> Iterator[slice]:
+    return (slice(at, at + SLICE) for at in range(0, rows, SLICE))
 
 
 def _blocks(raw: RawWeight) -> Bytes:

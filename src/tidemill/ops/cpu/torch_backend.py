@@ -67,7 +67,7 @@ class TorchCpuBackend(ReferenceBackend):
         groups = [int4.split(part) for part in parts]
         dense = torch.cat(
             [
-                to_tensor([part], BF16) if split is None else split.dequantize().to(BF16)
+                to_tensor([part], BF16) if split is None else split.dequantize(BF16)
                 for part, split in zip(parts, groups, strict=True)
             ]
         )
