@@ -92,6 +92,7 @@ class Engine:
         self.prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
         self.starts: dict[int, RequestStart] = {}
         self.ends: dict[int, RequestEnd] = {}
+        self.aborts: list[int] = []
         self.turns = 0
 
     def _new_runner(self) -> None:
@@ -172,6 +173,10 @@ class Engine:
             self.tokens[rid].append(token)
             self.logprobs[rid].append(entry)
         for end in batch.ends:
+            if end.reason == "abort":  # so that the detokenizer forgets what it may know
+                assert end.rid not in self.ends
+                self.aborts.append(end.rid)
+                continue
             assert end.rid in self.starts
             assert end.rid not in self.ends, f"request {end.rid} ends twice"
             self.ends[end.rid] = end

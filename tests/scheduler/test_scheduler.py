@@ -436,7 +436,8 @@ def test_an_abort_leaves_nothing_behind_at_any_moment(run_ahead: int, after: int
     engine.scheduler.abort(1)
     engine.run()
     assert len(engine.tokens.get(1, [])) == heard
-    assert (1 in engine.ends) == ended  # no terminal message follows an abort
+    assert (1 in engine.ends) == ended
+    assert engine.aborts == ([] if ended else [1])
     engine.assert_output(2, list(range(9)), params(max_tokens=12), 21)
     engine.assert_idle()
 
@@ -470,6 +471,7 @@ def test_a_workers_death_aborts_its_requests_alone() -> None:
     engine.scheduler.worker_gone(1)
     engine.run()
     assert sorted(engine.ends) == [0, 2, 4]
+    assert sorted(engine.aborts) == [1, 3, 5]
     engine.assert_idle()
 
 

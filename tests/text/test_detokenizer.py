@@ -262,3 +262,28 @@ def test_echo_and_prompt_logprobs_come_with_the_first_delta(byte_level):
     assert delta.prompt_text == "AB"
     assert delta.prompt_logprobs[0] is None
     assert delta.prompt_logprobs[1].token == "B"
+
+
+def test_an_aborted_request_leaves_nothing_and_says_nothing(byte_level):
+    detokenizer = Detokenizer(byte_level)
+    detokenizer.handle(batch([65], starts=[start()]))
+    assert detokenizer.handle(batch([], end=RequestEnd(rid=RID, reason="abort"))) == ({}, [])
+    assert not detokenizer._requests
+
+
+def test_an_error_comes_behind_the_text_before_it(byte_level):
+    params = SamplingParams(stop=("AXY",))
+    end = RequestEnd(rid=RID, reason="error", error=ErrorInfo(status=500, message="no"))
+    deltas, _ = run(byte_level, [[66], [65]], params, end=end)
+    assert [(delta.offset, delta.text) for delta in deltas] == [(0, "B"), (1, "A")]
+    assert deltas[-1].error is not None
+
+
+def test_a_resumed_request_does_not_repeat_the_prompt(byte_level):
+    detokenizer = Detokenizer(byte_level)
+    again = start(SamplingParams(prompt_logprobs=0), output=[66], want_prompt_text=True)
+    texts, _ = detokenizer.handle(batch([67], starts=[again]))
+    (delta,) = texts[1].deltas
+    assert (delta.offset, delta.text, delta.generated) == (1, "C", 2)
+    assert delta.prompt_text is None
+    assert delta.prompt_logprobs is None

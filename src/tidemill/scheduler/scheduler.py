@@ -151,10 +151,11 @@ class Scheduler:
         self._queue.push(made)
 
     def abort(self, rid: int) -> None:
-        """Forget a request, whatever it is doing. No message follows; unknown ids are ignored."""
+        """Forget a request, whatever it is doing. The detokenizer forgets it too and tells nobody;
+        unknown ids are ignored."""
         request = self._requests.get(rid)
         if request is not None:
-            self._end(request)
+            self._abort(request)
 
     def stopped(self, rid: int, attempt: int) -> None:
         """A detokenizer found a stop string, and has told the server."""
@@ -166,7 +167,7 @@ class Scheduler:
         """Abort all requests of a server worker that died."""
         for request in list(self._requests.values()):
             if request.submit.worker == worker:
-                self._end(request)
+                self._abort(request)
 
     # --- the runner ---------------------------------------------------------------------------
 
@@ -315,6 +316,10 @@ class Scheduler:
     def _refuse(self, submit: Submit, error: ErrorInfo) -> None:
         self._outbox.start(submit, cached_tokens=0)  # says where the end is to go
         self._outbox.end(submit, "error", error=error)
+
+    def _abort(self, request: Request) -> None:
+        self._end(request)
+        self._outbox.end(request.submit, "abort")
 
     def _end(self, request: Request) -> None:
         """Free what a request holds."""

@@ -12,6 +12,7 @@ import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import zmq
 
@@ -20,6 +21,7 @@ from tidemill.text import vocabulary
 from tidemill.text.vocabulary import Vocabulary
 from tidemill.wire.endpoints import Endpoints
 from tidemill.wire.messages import (
+    ErrorInfo,
     FinishReason,
     LogprobText,
     RequestEnd,
@@ -79,7 +81,7 @@ class TextStream:
 
 @dataclass(slots=True)
 class _Request:
-    start: RequestStart
+    start: RequestStart  # without its ids
     text: TextStream
     generated: int
     ids: list[int] = field(default_factory=list)  # whose text is not out yet
@@ -90,7 +92,8 @@ class _Request:
 
 
 class Detokenizer:
-    """All requests of one shard."""
+    """All requests of one shard. A request's state goes with its end, whoever brings it: the
+    scheduler, a stop string, or a client that left (an end with the reason "abort")."""
 
     def __init__(self, vocab: Vocabulary) -> None:
         self._vocab = vocab
@@ -114,7 +117,7 @@ class Detokenizer:
             if request is None:
                 continue
             end = ends.get(rid)
-            delta = self._end(request, end) if end is not None else self._flush(request)
+            delta = self._flush(request) if end is None else self._end(request, end)
             if delta is not None:
                 made.setdefault(request.start.worker, []).append(delta)
         return {worker: TextBatch(deltas=deltas) for worker, deltas in made.items()}, stopped
@@ -127,11 +130,14 @@ class Detokenizer:
         for token in resumed.tolist():
             stream.add(token)
         stream.take(len(stream.pending))  # delivered before
-        request = _Request(start, stream, generated=len(resumed))
-        if start.want_prompt_text:
-            request.prompt_text = self._vocab.decode(bytes_to_ids(start.prompt_ids).tolist(), False)
-        if start.params.prompt_logprobs is not None:
-            request.prompt_logprobs = [None]  # nothing predicts the first token
+        light = msgspec.structs.replace(start, prompt_ids=b"", output_ids=b"")
+        request = _Request(light, stream, generated=len(resumed))
+        if not len(resumed):  # otherwise they went out with the first delta
+            if start.want_prompt_text:
+                prompt = bytes_to_ids(start.prompt_ids).tolist()
+                request.prompt_text = self._vocab.decode(prompt, skip_special_tokens=False)
+            if start.params.prompt_logprobs is not None:
+                request.prompt_logprobs = [None]  # nothing predicts the first token
         self._requests[start.rid] = request
 
     def _add_tokens(
@@ -197,39 +203,36 @@ class Detokenizer:
         if not any(request.out):
             return None
         whole = not request.text.pending and request.text.complete
-        return self._delta(request, None, None, whole)
+        return self._delta(request, whole)
 
-    def _end(self, request: _Request, end: RequestEnd) -> TextDelta:
-        """The scheduler's end of a request."""
-        stop_reason: int | str | None = end.stop_token
-        if end.error is not None:
-            self._requests.pop(request.start.rid, None)
-            return TextDelta(
-                rid=request.start.rid,
-                attempt=request.start.attempt,
-                offset=request.text.offset,
-                text="",
-                generated=request.generated,
-                finish=end.reason,
-                error=end.error,
-            )
+    def _end(self, request: _Request, end: RequestEnd) -> TextDelta | None:
+        """The scheduler's end of a request. Nobody waits for news of an aborted one."""
+        if end.reason == "abort":
+            del self._requests[end.rid]
+            return None
         request.text.finish()
         request.out.append(request.text.take(len(request.text.pending)))
-        return self._finish(request, end.reason, stop_reason)
+        return self._finish(request, end.reason, end.stop_token, end.error)
 
     def _finish(
-        self, request: _Request, reason: FinishReason, stop_reason: int | str | None
+        self,
+        request: _Request,
+        reason: FinishReason,
+        stop_reason: int | str | None,
+        error: ErrorInfo | None = None,
     ) -> TextDelta:
         del self._requests[request.start.rid]
-        return self._delta(request, reason, stop_reason, whole=True)
+        return self._delta(request, True, reason, stop_reason, error)
 
     def _delta(
         self,
         request: _Request,
-        finish: FinishReason | None,
-        stop_reason: int | str | None,
         whole: bool,
+        finish: FinishReason | None = None,
+        stop_reason: int | str | None = None,
+        error: ErrorInfo | None = None,
     ) -> TextDelta:
+        """All that is to be told. `whole`: no token's text is partly held back."""
         text = "".join(request.out)
         start = request.start
         delta = TextDelta(
@@ -245,6 +248,7 @@ class Detokenizer:
             logprobs=request.logprobs or None,
             prompt_logprobs=request.prompt_logprobs,
             prompt_text=request.prompt_text,
+            error=error,
         )
         request.out = []
         if whole:

@@ -116,7 +116,7 @@ class Submit(Message):
 
 
 class Abort(Message):
-    """The client is gone. No terminal message follows."""
+    """The client is gone. The detokenizer gets a RequestEnd, the server hears no more."""
 
     rid: int
 
