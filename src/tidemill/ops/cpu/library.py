@@ -100,6 +100,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "tidemill_engine_free": (None, [c_void_p]),
     "tidemill_kernels": (c_char_p, [c_void_p]),
     "tidemill_set_few_rows": (None, [c_void_p, c_int, c_int]),
+    "tidemill_measure_few_rows": (c_int, [c_void_p, POINTER(c_void_p), c_int]),
     "tidemill_packed_format": (c_int, [c_int]),
     "tidemill_weight": (c_void_p, [c_void_p, c_int, c_int64, c_int64]),
     "tidemill_weight_free": (None, [c_void_p]),

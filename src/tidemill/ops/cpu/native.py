@@ -11,6 +11,7 @@ as bfloat16.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import weakref
@@ -30,6 +31,7 @@ from tidemill.ops.cpu.program import Graph, NativeWeight, Program, Rows, step_of
 from tidemill.ops.quant import dequantize, to_tensor
 
 KERNELS_VARIABLE = "TIDEMILL_CPU_ISA"  # forces a kernel set, see csrc/gemm_dispatch.h
+SAMPLE_BYTES = 8 << 20  # weights to measure on: more than a core's own caches hold
 
 
 @dataclass(slots=True)
@@ -68,6 +70,7 @@ class NativeBackend:
             raise Unavailable(self._error())
         self._engine: int = engine
         self._recording: Program | None = None
+        self.few_rows: dict[int, int] = {}  # by packed format, as measured
         weakref.finalize(self, self._library.tidemill_engine_free, engine)
 
     @property
@@ -84,16 +87,17 @@ class NativeBackend:
         parts = [self._packable(part) for part in parts]
         features = parts[0].shape[1]
         rows = sum(part.shape[0] for part in parts)
-        formats = {
+        # Each format holds what the ones before it do.
+        packed = max(
             self._library.tidemill_packed_format(library.FILE_FORMATS[part.fmt]) for part in parts
-        }
-        handle = self._library.tidemill_weight(self._engine, max(formats), rows, features)
+        )
+        handle = self._library.tidemill_weight(self._engine, packed, rows, features)
         if not handle:
             raise MemoryError(self._error())
-        bits = {library.U4: 5, library.U8: 9, library.BF16: 16}[max(formats)]
+        bits = {library.U4: 5, library.U8: 9, library.BF16: 16}[packed]
         padded = -(-rows // 16) * 16 * (-(-features // 32) * 32)
         free = self._library.tidemill_weight_free
-        weight = NativeWeight(handle, (rows, features), padded * bits // 8, free)
+        weight = NativeWeight(handle, packed, (rows, features), padded * bits // 8, free)
         first = 0
         for part in parts:
             data = np.ascontiguousarray(part.data)
@@ -151,7 +155,22 @@ class NativeBackend:
             forward(batch)
         finally:
             self._recording = None
+        self._measure_few_rows(program.weights)
         return program
+
+    def _measure_few_rows(self, weights: list[NativeWeight]) -> None:
+        """Find out which kernels to use for how many rows, once for each packed format."""
+        for packed in {weight.packed for weight in weights} - self.few_rows.keys():
+            sample, size = [], 0
+            for weight in weights:
+                if weight.packed == packed and size < SAMPLE_BYTES:
+                    sample.append(weight.handle)
+                    size += weight.nbytes
+            handles = (ctypes.c_void_p * len(sample))(*sample)
+            rows = self._library.tidemill_measure_few_rows(self._engine, handles, len(sample))
+            if rows < 0:
+                raise MemoryError(self._error())
+            self.few_rows[packed] = rows
 
     def _program(self) -> Program:
         """The one that is being recorded, or a new one for a single operator."""

@@ -19,8 +19,12 @@ from tidemill.ops.cpu.library import AttentionShape, LinearOptions, Operand, Ste
 class NativeWeight:
     """Panels of the C++ library (csrc/packed.h)."""
 
-    def __init__(self, handle: int, shape: tuple[int, int], nbytes: int, free: Any) -> None:
+    def __init__(
+        self, handle: int, packed: int, shape: tuple[int, int], nbytes: int, free: Any
+    ) -> None:
+        """`packed`: library.U4, U8 or BF16."""
         self.handle = handle
+        self.packed = packed
         self.shape = shape
         self.nbytes = nbytes
         weakref.finalize(self, free, handle)
@@ -48,6 +52,7 @@ class Program:
         self._batch = batch
         self._buffers: dict[str, Rows] = {}
         self._kept: list[object] = []
+        self.weights: list[NativeWeight] = []  # of linear layers
         self.vocab = 0
         self.names: list[str] = []  # of the operations
         self._handle: int = lib.tidemill_program(engine)
@@ -113,6 +118,7 @@ class Program:
             out=self._operand(out),
             logits=logits,
         )
+        self.weights.append(weight)
         if logits:
             self.vocab = weight.shape[0]
         self._append(name, self._library.tidemill_linear(self._handle, byref(options)))

@@ -6,6 +6,7 @@
 #include <memory>
 #include <string>
 
+#include "crossover.h"
 #include "operations.h"
 #include "pack.h"
 
@@ -82,12 +83,22 @@ Engine* tidemill_engine(int threads, const char* kernels) {
                                       : std::string("this CPU cannot run the kernels ") + kernels;
       return nullptr;
     }
-    const Machine machine{step_kernels_for(*many), many, {8, 8, 8}};
+    constexpr int kFewRows = 8;  // until measured
+    const Machine machine{step_kernels_for(*many), many, {kFewRows, kFewRows, kFewRows}};
     return new Engine(threads, machine);
   });
 }
 
 void tidemill_engine_free(Engine* engine) { delete engine; }
+
+// Measures and sets it for the weights' format, one for all; returns it.
+int tidemill_measure_few_rows(Engine* engine, const Weight* const* weights, int count) {
+  return guarded(-1, [&] {
+    int& rows = engine->machine.few_rows[static_cast<int>(weights[0]->format)];
+    rows = measure_few_rows(engine->pool, engine->machine, weights, count);
+    return rows;
+  });
+}
 
 const char* tidemill_kernels(const Engine* engine) { return engine->machine.many->name; }
 
