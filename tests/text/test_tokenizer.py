@@ -59,6 +59,26 @@ def test_content_parts_are_joined(byte_level):
     assert byte_level.decode(bytes_to_ids(made.prompts[0]).tolist(), False).startswith("<user>hi<")
 
 
+def test_content_parts_stay_parts_where_the_template_loops_over_them(byte_level):
+    template = (
+        "{% for m in messages %}{% if m['content'] is string %}[{{ m['content'] }}]{% else %}"
+        "{% for part in m['content'] %}({{ part['text'] }}){% endfor %}{% endif %}{% endfor %}"
+    )
+    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+    made = service(byte_level, template).handle(chat([USER, USER | {"content": parts}]))
+    assert byte_level.decode(bytes_to_ids(made.prompts[0]).tolist(), False) == "[hi](h)(i)"
+
+
+def test_what_transformers_gives_a_template_is_there():
+    template = ChatTemplate(
+        "{% generation %}{{ bos_token }}{% endgeneration %}{{ messages | tojson(indent=1) }}"
+        "{{ tools is none }}{{ documents is none }}{{ thinking }}{{ strftime_now('%%') }}",
+        {"bos_token": "<s>"},
+    )
+    text = template.render([USER], None, True, False, {"thinking": "no"})
+    assert text == '<s>[\n {\n  "role": "user",\n  "content": "hi"\n }\n]TrueTrueno%'
+
+
 def test_developer_becomes_system_unless_the_template_knows_it(byte_level):
     message = {"role": "developer", "content": "x"}
     made = service(byte_level).handle(chat([message]))
@@ -79,6 +99,10 @@ def test_continue_final_message_leaves_it_open(byte_level):
     ("call", "param"),
     [
         (chat([{"role": "pirate", "content": "arr"}]), "messages[0].role"),
+        (chat(["hi"]), "messages[0]"),
+        (chat([USER, USER | {"content": 3}]), "messages[1].content"),
+        (chat([USER | {"content": [{"type": "image_url"}]}]), "messages[0].content"),
+        (chat([USER | {"content": ["hi"]}]), "messages[0].content"),
         (chat([USER], template_kwargs={"messages": []}), "chat_template_kwargs"),
         (chat([USER], continue_final_message=True), "continue_final_message"),
         (TokenizeText(call=1, worker=0, texts=["\ud800"]), "prompt"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, processors
 
 from tidemill.config import EngineConfig
 from tidemill.text import vocabulary
@@ -75,6 +76,46 @@ def test_a_folder_without_a_tokenizer(tmp_path):
         vocabulary.load(EngineConfig(model=str(tmp_path)))
     dummy = vocabulary.load(EngineConfig(model=str(tmp_path), load_format="dummy"))
     assert dummy.decode(dummy.encode("bytes é", True), True) == "bytes é"
+    (tmp_path / "config.json").write_text('{"vocab_size": 1000, "eos_token_id": 7}')
+    dummy = vocabulary.load(EngineConfig(model=str(tmp_path), load_format="dummy"))
+    assert dummy.decode([65, 256, 999], True) == "A 256 999"
+    assert (dummy.size, dummy.eos_ids) == (1000, (7,))
+
+
+@pytest.mark.parametrize("begins", [True, False])
+@pytest.mark.parametrize("wanted", [True, False, None])
+def test_add_bos_token_has_the_last_word(tmp_path, smollm2_vocabulary, begins, wanted):
+    tokenizer = Tokenizer.from_str(smollm2_vocabulary.tokenizer.to_str())
+    if begins:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)]
+        )
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    named = {"bos_token": "<|im_start|>"} | ({} if wanted is None else {"add_bos_token": wanted})
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
+    made = vocabulary.load(EngineConfig(model=str(tmp_path)))
+    expected = [1] if (begins if wanted is None else wanted) else []
+    assert made.encode("system", True) == [*expected, 9690]
+    assert made.encode("system", False) == [9690]
+
+
+def test_the_first_space_goes_where_the_decoder_takes_it(tmp_path):
+    """Llama 2's does, Gemma's does not."""
+    tokenizer = Tokenizer(models.BPE({"▁": 0, "a": 1}, [], byte_fallback=True))
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    for ending, text in (([], " a"), ([decoders.Strip(" ", 1, 0)], "a")):
+        tokenizer.decoder = decoders.Sequence(parts + ending)
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        made = vocabulary.load(EngineConfig(model=str(tmp_path)))
+        assert made.decode([0, 1], True) == text == tokenizer.decode([0, 1])
+
+
+def test_a_byte_level_token_of_other_characters_is_itself(tmp_path):
+    tokenizer = Tokenizer(models.BPE({"a": 0, "日 x": 1}, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    made = vocabulary.load(EngineConfig(model=str(tmp_path)))
+    assert made.decode([0, 1], True) == "a日 x" == tokenizer.decode([0, 1])
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[1]", "not json"])

@@ -10,7 +10,9 @@ import json
 from datetime import datetime
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tidemill.wire.errors import ModelError
@@ -29,18 +31,32 @@ class ChatError(ValueError):
         self.info = ErrorInfo(status=400, message=message, param=param, code="invalid_messages")
 
 
+class _Generation(Extension):
+    """`{% generation %}` … `{% endgeneration %}` marks an assistant's words for training. Here it
+    is only what is inside."""
+
+    tags = {"generation"}  # noqa: RUF012 (Jinja's interface)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
 class ChatTemplate:
     """One compiled template. `tokens` are names like bos_token that it may use."""
 
     def __init__(self, source: str, tokens: dict[str, str]) -> None:
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=["jinja2.ext.loopcontrols", _Generation],
         )
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
             self._template = environment.from_string(source)
+            self._takes_parts = _loops_over_content(environment.parse(source))
         except TemplateSyntaxError as error:
             raise ModelError(f"the chat template is not valid Jinja: {error}") from None
         self._tokens = tokens
@@ -61,20 +77,21 @@ class ChatTemplate:
                 "chat_template_kwargs",
             )
         prepared = [self._prepare(index, message) for index, message in enumerate(messages)]
-        final = prepared[-1]["content"] if prepared else ""
+        final = _text(prepared[-1]["content"]) if prepared else ""
         if continue_final_message:
             if add_generation_prompt:
                 raise ChatError(
                     "continue_final_message and add_generation_prompt exclude each other",
                     "continue_final_message",
                 )
-            if not isinstance(final, str) or not final.strip():
+            if not final.strip():
                 raise ChatError("continue_final_message needs a final message with text")
         try:
             text = self._template.render(
                 **(self._tokens | template_kwargs),
                 messages=prepared,
                 tools=tools,
+                documents=None,
                 add_generation_prompt=add_generation_prompt,
             )
         except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
@@ -90,6 +107,8 @@ class ChatTemplate:
         return text
 
     def _prepare(self, index: int, message: dict[str, Any]) -> dict[str, Any]:
+        if not isinstance(message, dict):
+            raise ChatError("a message is an object with role and content", f"messages[{index}]")
         role = message.get("role")
         if role not in ROLES:
             raise ChatError(
@@ -98,18 +117,54 @@ class ChatTemplate:
         made = dict(message)
         if role == "developer" and not self._knows_developer:
             made["role"] = "system"
-        content = made.get("content")
-        if isinstance(content, list):
-            made["content"] = "".join(str(part.get("text", "")) for part in content)
-        elif content is None:
-            made["content"] = ""
+        content = message.get("content")
+        _check_content("" if content is None else content, f"messages[{index}].content")
+        if not self._takes_parts or content is None:
+            made["content"] = _text(content or "")
         return made
+
+
+def _check_content(content: Any, where: str) -> None:
+    if not isinstance(content, str | list):
+        raise ChatError(f"{where} must be a text or a list of text parts", where)
+    for part in content if isinstance(content, list) else ():
+        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+            raise ChatError(f"{where} holds something else than text parts", where)
+
+
+def _text(content: str | list[dict[str, Any]]) -> str:
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
+def _loops_over_content(template: nodes.Template) -> bool:
+    """Whether a template can take a message's content as a list of parts."""
+    return any(
+        (isinstance(loop.iter, nodes.Getattr) and loop.iter.attr == "content")
+        or (
+            isinstance(loop.iter, nodes.Getitem)
+            and isinstance(loop.iter.arg, nodes.Const)
+            and loop.iter.arg.value == "content"
+        )
+        for loop in template.find_all(nodes.For)
+    )
 
 
 def _raise(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-def _tojson(value: Any, indent: int | None = None, ensure_ascii: bool = False) -> str:
-    """Plain JSON: Jinja's own filter escapes HTML."""
-    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii)
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Plain JSON: Jinja's own filter escapes HTML. The arguments are transformers'."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )

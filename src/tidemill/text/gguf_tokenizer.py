@@ -29,6 +29,20 @@ _QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# What `tokenizer.ggml.pre` may be.
+_SPLITS = {"qwen2": _QWEN2, "deepseek-r1-qwen": _QWEN2, "tekken": _TEKKEN}
+_SPLITS |= dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), _LLAMA3)
+_GPT2 = ("gpt-2", "default", "phi-2")
+_GPT2_BY_DIGIT = ("smollm", "starcoder", "refact")
+# These take a word that is a token whole, and begin a text with BOS unless the file says otherwise.
+_TIKTOKEN = ("llama-bpe", "llama3", "llama-v3", "tekken")
+# Special tokens that end a turn. Not every file names its own as eos or eot.
+_TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
 # Token types in GGUF.
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
 _SPACE = "▁"
@@ -45,6 +59,16 @@ class GGUFTokenizer:
 def load(path: Path) -> GGUFTokenizer:
     """Raises ModelError for a file without a tokenizer, or with one of an unknown kind."""
     metadata = GGUFFile(path).metadata
+    try:
+        return _build(path, metadata)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise ModelError(
+            f"{path}: the tokenizer's metadata makes no sense ({type(error).__name__}: {error}); "
+            "fetch the file again, or name a tokenizer.json with --tokenizer"
+        ) from None
+
+
+def _build(path: Path, metadata: dict[str, Any]) -> GGUFTokenizer:
     kind = metadata.get("tokenizer.ggml.model")
     tokens: list[str] = metadata.get("tokenizer.ggml.tokens") or []
     if not tokens:
@@ -61,20 +85,26 @@ def load(path: Path) -> GGUFTokenizer:
         index = metadata.get(f"tokenizer.ggml.{name}_token_id")
         if index is not None and int(index) < len(tokens):
             named[f"{name}_token"] = tokens[int(index)]
-    adds_bos = metadata.get("tokenizer.ggml.add_bos_token", kind == "llama")
-    if adds_bos and "bos_token" in named:
-        bos = named["bos_token"]
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A",
-            pair=f"{bos} $A {bos} $B",
-            special_tokens=[(bos, tokens.index(bos))],
-        )
-    eos = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+    by_default = kind == "llama" or metadata.get("tokenizer.ggml.pre") in _TIKTOKEN
+    if metadata.get("tokenizer.ggml.add_bos_token", by_default) and "bos_token" in named:
+        begin_with(tokenizer, named["bos_token"])
+    template: str | None = metadata.get("tokenizer.chat_template")
+    eos = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    eos += [tokenizer.token_to_id(text) for text in _TURN_ENDS if text in (template or "")]
     eos_ids = tuple(dict.fromkeys(int(index) for index in eos if index is not None))
-    return GGUFTokenizer(tokenizer, eos_ids, metadata.get("tokenizer.chat_template"), named)
+    return GGUFTokenizer(tokenizer, eos_ids, template, named)
 
 
 _NAMED = ("bos", "eos", "unk", "pad")
+
+
+def begin_with(tokenizer: Tokenizer, bos: str) -> None:
+    """Make `bos` the first token of whatever is encoded with special tokens."""
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A",
+        pair=f"{bos} $A {bos} $B",
+        special_tokens=[(bos, tokenizer.token_to_id(bos))],
+    )
 
 
 def _byte_level(tokens: list[str], metadata: dict[str, Any], path: Path) -> Tokenizer:
@@ -84,19 +114,19 @@ def _byte_level(tokens: list[str], metadata: dict[str, Any], path: Path) -> Toke
     known = set(tokens)
     pairs = [(m[0], m[1]) for m in merges if len(m) == 2 and m[0] + m[1] in known]
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    model = models.BPE(vocabulary, pairs, ignore_merges=pre == "llama-bpe")
+    model = models.BPE(vocabulary, pairs, ignore_merges=pre in _TIKTOKEN)
     tokenizer = Tokenizer(model)
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    if pre == "smollm":
+    if pre in _GPT2_BY_DIGIT:
         digits = pre_tokenizers.Digits(individual_digits=True)
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
-    elif pre in ("gpt-2", "default"):
+    elif pre in _GPT2:
         tokenizer.pre_tokenizer = byte_level
-    elif pre in ("llama-bpe", "qwen2"):
-        split = pre_tokenizers.Split(Regex(_LLAMA3 if pre == "llama-bpe" else _QWEN2), "isolated")
+    elif pre in _SPLITS:
+        split = pre_tokenizers.Split(Regex(_SPLITS[pre]), "isolated")
         plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, plain])
-        if pre == "qwen2":
+        if _SPLITS[pre] is _QWEN2:
             tokenizer.normalizer = normalizers.NFC()
     else:
         raise ModelError(
@@ -127,17 +157,13 @@ def _sentencepiece(tokens: list[str], metadata: dict[str, Any]) -> Tokenizer:
     )
     tokenizer = Tokenizer(model)
     steps: list[normalizers.Normalizer] = [normalizers.Replace(" ", _SPACE)]
+    back: list[decoders.Decoder] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback()]
+    back.append(decoders.Fuse())
     if metadata.get("tokenizer.ggml.add_space_prefix", True):
         steps.insert(0, normalizers.Prepend(_SPACE))
+        back.append(decoders.Strip(" ", 1, 0))
     tokenizer.normalizer = normalizers.Sequence(steps)
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace(_SPACE, " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
+    tokenizer.decoder = decoders.Sequence(back)
     return tokenizer
 
 

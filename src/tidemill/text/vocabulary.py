@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, processors
 
 from tidemill.config import EngineConfig
 from tidemill.text import gguf_tokenizer
@@ -30,7 +30,7 @@ class Vocabulary:
     token_bytes: list[bytes]
     special: frozenset[int]
     eos_ids: tuple[int, ...]
-    strips_first_space: bool  # sentencepiece: a text's first space is not part of it
+    strips_first_space: bool  # sentencepiece puts a space before a text, which is not part of it
     template: str | None = None
     template_tokens: dict[str, str] = field(default_factory=dict)  # bos_token, eos_token …
 
@@ -68,20 +68,30 @@ def load(config: EngineConfig) -> Vocabulary:
         eos_ids = made.eos_ids
     elif (file := source / "tokenizer.json" if source.is_dir() else source).exists():
         tokenizer = _from_file(file)
-        template, tokens = _template(file.parent)
+        settings = _json(file.parent / "tokenizer_config.json")
+        tokens = _named_tokens(file.parent, settings)
+        template = _template(file.parent, settings)
+        _apply_bos(tokenizer, settings.get("add_bos_token"), tokens.get("bos_token"))
         eos_ids = _eos_ids(file.parent, tokenizer, tokens)
     elif config.load_format == "dummy":
-        tokenizer, template, tokens = gguf_tokenizer.bytes_only(), None, {}
-        eos_ids = _config_eos(source)
+        return _dummy(source)
     else:
         raise ModelError(f"{source} has no tokenizer.json; name one with --tokenizer")
     if config.chat_template is not None:
-        try:
-            template = Path(config.chat_template).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ModelError(f"cannot read the chat template: {error}") from None
+        template = _read(Path(config.chat_template))
     special, token_bytes, strips = _token_bytes(tokenizer, str(source))
     return Vocabulary(tokenizer, token_bytes, special, eos_ids, strips, template, tokens)
+
+
+def _dummy(folder: Path) -> Vocabulary:
+    """For random weights without a tokenizer: the first 256 ids are bytes, the others show their
+    number, so that every token of a benchmark makes text."""
+    size = _json(folder / "config.json").get("vocab_size")
+    numbers = range(256, size) if isinstance(size, int) else ()
+    tokenizer = gguf_tokenizer.bytes_only()
+    special, token_bytes, _ = _token_bytes(tokenizer, str(folder))
+    token_bytes += [f" {number}".encode() for number in numbers]
+    return Vocabulary(tokenizer, token_bytes, special, _config_eos(folder), False)
 
 
 def _is_gguf(path: Path) -> bool:
@@ -109,8 +119,8 @@ def _token_bytes(tokenizer: Tokenizer, where: str) -> tuple[frozenset[int], list
     if "ByteLevel" in kinds:
         alphabet = gguf_tokenizer.byte_alphabet()
         for token, index in vocabulary.items():
-            if index not in added:
-                table[index] = bytes(alphabet[c] for c in token if c in alphabet)
+            known = all(character in alphabet for character in token)
+            table[index] = bytes(alphabet[c] for c in token) if known else token.encode()
     elif "ByteFallback" in kinds or "Metaspace" in kinds:
         for token, index in vocabulary.items():
             if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
@@ -125,7 +135,38 @@ def _token_bytes(tokenizer: Tokenizer, where: str) -> tuple[frozenset[int], list
     for index, entry in added.items():
         table[index] = entry.content.encode()
     special = frozenset(index for index, entry in added.items() if entry.special)
-    return special, table, "ByteLevel" not in kinds
+    return special, table, _strips_first_space(decoder)
+
+
+def _strips_first_space(decoder: dict[str, Any]) -> bool:
+    """Whether this decoder, or a part of it, takes a space from a text's beginning."""
+    match decoder:
+        case {"type": "Sequence", "decoders": parts}:
+            return any(_strips_first_space(part) for part in parts)
+        case {"type": "Metaspace"}:
+            return str(decoder.get("prepend_scheme")) != "never"
+        case {"type": "Strip", "content": " ", "start": 1}:
+            return True
+    return False
+
+
+def _apply_bos(tokenizer: Tokenizer, wanted: bool | None, bos: str | None) -> None:
+    """tokenizer_config.json's add_bos_token has the last word, as in transformers."""
+    index = tokenizer.token_to_id(bos) if bos is not None else None
+    if wanted is None or bos is None or index is None:
+        return
+    begins = index in tokenizer.encode("").ids
+    if wanted and not begins:
+        gguf_tokenizer.begin_with(tokenizer, bos)
+    elif begins and not wanted:
+        tokenizer.post_processor = processors.Sequence([])
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path}: cannot read the chat template: {error}") from None
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -138,23 +179,28 @@ def _json(path: Path) -> dict[str, Any]:
     return made if isinstance(made, dict) else {}
 
 
-def _template(folder: Path) -> tuple[str | None, dict[str, str]]:
-    """The chat template and the special tokens that it may name."""
-    settings = _json(folder / "tokenizer_config.json")
+def _named_tokens(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
+    """Special tokens by their part, such as bos_token."""
     tokens = {}
     for key, value in (_json(folder / "special_tokens_map.json") | settings).items():
         if key.endswith("_token"):
             text = value.get("content") if isinstance(value, dict) else value
             if isinstance(text, str):
                 tokens[key] = text
+    return tokens
+
+
+def _template(folder: Path, settings: dict[str, Any]) -> str | None:
+    """The chat template: a file of its own, or in tokenizer_config.json."""
     file = folder / "chat_template.jinja"
     if file.exists():
-        return file.read_text(encoding="utf-8"), tokens
+        return _read(file)
     template = settings.get("chat_template")
     if isinstance(template, list):  # several, by name
-        named = {entry.get("name"): entry.get("template") for entry in template}
+        entries = [entry for entry in template if isinstance(entry, dict)]
+        named = {entry.get("name"): entry.get("template") for entry in entries}
         template = named.get("default")
-    return template if isinstance(template, str) else None, tokens
+    return template if isinstance(template, str) else None
 
 
 def _config_eos(folder: Path) -> tuple[int, ...]:
