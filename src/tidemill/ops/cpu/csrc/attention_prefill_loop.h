@@ -73,6 +73,7 @@ class QueryBlock {
     for (; key <= last; key += kKeys) {
       const int count = std::min(kKeys, last + 1 - key);
       load_keys(key, count);
+      prefetch_keys(key + kKeys, last + 1);
       for (int pair = 0; pair < pairs_; ++pair) attend(kernel, pair, key, count);
     }
     store_outputs();
@@ -131,6 +132,17 @@ class QueryBlock {
           transpose(rows);
         }
         for (int i = 0; i < kLanes; ++i) store(values_ + (d + i) * kKeys + j, rows[i]);
+      }
+    }
+  }
+
+  // The next block's rows are too short and scattered for the hardware to foresee.
+  void prefetch_keys(int first, int end) const {
+    for (int token = first; token < std::min(first + kKeys, end); ++token) {
+      const ptrdiff_t at = offset(token);
+      for (int d = 0; d < a_.head_dim; d += 32) {
+        _mm_prefetch(reinterpret_cast<const char*>(a_.kv.k + at + d), _MM_HINT_T1);
+        _mm_prefetch(reinterpret_cast<const char*>(a_.kv.v + at + d), _MM_HINT_T1);
       }
     }
   }

@@ -142,16 +142,25 @@ TIDEMILL_INLINE f32 exp2(f32 x) {
   return (f32)((i32)p + ((i32)rounded << 23));
 }
 
-// 2^x to 8e-5 relative, a twentieth of bf16's rounding, for x at most 127 and clamped to -100:
-// products with what it gives stay clear of denormal numbers, which many CPUs handle slowly.
+// 2^x to 8e-5 relative, a twentieth of bf16's rounding, for x at most 127. What is far below 1 may
+// become 0 or stop at 2^-100: not 2^-126, lest products become denormal numbers, which many CPUs
+// handle slowly.
 TIDEMILL_INLINE f32 exp2_for_bf16(f32 x) {
+#ifdef TIDEMILL_AVX512
+  const f32 f = (f32)_mm512_reduce_ps((__m512)x, 0);  // x - round(x)
+#else
   x = max(x, splat(-100.0f));
   const f32 rounded = x + kRound;
   const f32 f = x - (rounded - kRound);
+#endif
   f32 p = f * 5.5171646e-2f + 2.4261112e-1f;
   p = p * f + 6.9326099e-1f;
   p = p * f + 9.9992807e-1f;
+#ifdef TIDEMILL_AVX512
+  return (f32)_mm512_scalef_ps((__m512)p, (__m512)(x - f));
+#else
   return (f32)((i32)p + ((i32)rounded << 23));
+#endif
 }
 
 constexpr float kLog2e = 1.44269504f;
