@@ -68,7 +68,7 @@ def child(role: str, index: int) -> int:
         time.sleep(0.01)
     reporter.ready(READY if role == "runner" else None)
     if role == "server":
-        return serve(context, config)
+        return serve(context, config, answers=index == 0)
     if role == "scheduler":
         inbox = Receiver.bind(context, Endpoints(config.run_dir).scheduler)
         while True:
@@ -79,8 +79,9 @@ def child(role: str, index: int) -> int:
         time.sleep(60)
 
 
-def serve(context: zmq.Context[zmq.Socket[bytes]], config: EngineConfig) -> int:
-    """Write the latest Snapshot, with the configuration, to everyone who connects."""
+def serve(context: zmq.Context[zmq.Socket[bytes]], config: EngineConfig, answers: bool) -> int:
+    """Write the latest Snapshot, with the configuration, to everyone who connects. One worker
+    alone does, so that no answer is older than the one before."""
     listener = socket.socket(fileno=int(os.environ[LISTEN_ENV]))
     events = Receiver.subscribe(context, Endpoints(config.run_dir).events)
     latest: list[Snapshot] = []
@@ -93,7 +94,8 @@ def serve(context: zmq.Context[zmq.Socket[bytes]], config: EngineConfig) -> int:
                     time.sleep(0.01)
                 connection.sendall(msgspec.json.encode((latest[-1], config)))
 
-    threading.Thread(target=answer, daemon=True).start()
+    if answers:
+        threading.Thread(target=answer, daemon=True).start()
     while True:
         latest.extend(m for m in events.receive(0.05) if isinstance(m, Snapshot))
         if latest and latest[-1].state == "draining" and not (FOLDER / "busy").exists():
