@@ -79,8 +79,12 @@ class GGUFFile:
             self.metadata[key] = self._value(self._scalar("I"))
         infos = [self._tensor_info() for _ in range(tensors)]
         alignment = int(self.metadata.get("general.alignment", 32))
+        if alignment < 1:
+            raise ModelError(f"{self.path}: general.alignment is {alignment}")
         start = -(-self._at // alignment) * alignment
         for name, kind, shape, offset in infos:
+            if offset % alignment:
+                raise ModelError(f"{self.path}: tensor {name} is not aligned: a corrupt header")
             self.tensors[name] = self._place(name, kind, shape, start + offset)
 
     def _place(self, name: str, kind: int, shape: tuple[int, ...], at: int) -> TensorInfo:

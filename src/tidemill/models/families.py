@@ -92,27 +92,37 @@ def _checked(config: DecoderConfig) -> DecoderConfig:
     return config
 
 
+def _count(config: dict[str, Any], key: str, default: int | None = None) -> int:
+    """A positive whole number. Raises ValueError that names the field."""
+    value = config[key] if default is None else (config.get(key) or default)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{key} must be a positive integer, got {value!r}")
+    return value
+
+
 def _from_hf(name: str, config: dict[str, Any]) -> DecoderConfig:
     family = FAMILIES[name]
-    heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
+    heads, hidden = _count(config, "num_attention_heads"), _count(config, "hidden_size")
+    if not config.get("head_dim") and hidden % heads:
+        raise ValueError(f"hidden_size {hidden} does not divide among {heads} heads")
     activation = config.get("hidden_act", "silu")
     if activation not in _ACTIVATIONS:
         raise ValueError(f"hidden_act {activation!r} is not one of {', '.join(_ACTIVATIONS)}")
     if config.get("mlp_bias"):
         raise ValueError("mlp_bias is not supported")
-    layers = int(config["num_hidden_layers"])
+    layers = _count(config, "num_hidden_layers")
     biased = family.qkv_bias
     return DecoderConfig(
         family=name,
         hidden=hidden,
         layers=layers,
         heads=heads,
-        kv_heads=int(config.get("num_key_value_heads") or heads),
-        head_dim=int(config.get("head_dim") or hidden // heads),
-        intermediate=int(config["intermediate_size"]),
-        vocab=int(config["vocab_size"]),
+        kv_heads=_count(config, "num_key_value_heads", heads),
+        head_dim=_count(config, "head_dim", hidden // heads),
+        intermediate=_count(config, "intermediate_size"),
+        vocab=_count(config, "vocab_size"),
         norm_eps=float(config["rms_norm_eps"]),
-        max_position=int(config["max_position_embeddings"]),
+        max_position=_count(config, "max_position_embeddings"),
         rope=_rope_from_hf(config),
         activation=_ACTIVATIONS[activation],
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
@@ -145,8 +155,11 @@ def _window_from_hf(name: str, config: dict[str, Any], layers: int) -> int | Non
 
 def _rope_from_hf(config: dict[str, Any]) -> RopeConfig:
     """`rope_scaling` beside `rope_theta`, or `rope_parameters` holding both."""
-    params = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = params.pop("rope_theta", None) or config.get("rope_theta", 10000.0)
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(given, dict):
+        raise ValueError(f"rope_scaling must be an object, got {given!r}")
+    params = dict(given)
+    theta = params.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
     kind = params.pop("rope_type", None) or params.pop("type", None) or "default"
     params.pop("type", None)
     part = params.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1
@@ -179,6 +192,8 @@ def _from_gguf(
         return int(metadata[f"{arch}.{key}"] if value is None else value)
 
     heads, hidden = number("attention.head_count"), number("embedding_length")
+    if heads < 1:
+        raise ValueError(f"{arch}.attention.head_count is {heads}")
     head_dim = number("attention.key_length", hidden // heads)
     if number("rope.dimension_count", head_dim) != head_dim:
         raise ValueError(f"{arch}.rope.dimension_count differs from the head's {head_dim}")
