@@ -45,8 +45,8 @@ class Groups:
         for part in _slices(rows):
             q = torch.from_numpy(self.q[part]).float().view(-1, columns // GROUP, GROUP)
             scale, zero = (torch.from_numpy(a[part])[:, :, None] for a in (self.scale, self.zero))
-            values = q.sub_(8).mul_(scale).add_(zero)
-            out[part] = values.view(len(q), self.copies, -1).sum(1)
+            values = q.sub_(8).mul_(scale).add_(zero).view(len(q), self.copies, -1)
+            out[part] = values[:, 0] if self.copies == 1 else values.sum(1)
         return out
 
 
