@@ -34,11 +34,12 @@ app.add_typer(bench, name="bench")
 def main() -> None:
     """Entry point. Errors that a user can mend are one line on stderr: exit code 2 for wrong
     flags, 1 for anything else."""
-    from tidemill.wire.errors import EngineError
+    from tidemill.wire.errors import EngineError, RequestError
+    from tidemill.wire.sampling import InvalidParam
 
     try:
         sys.exit(app(standalone_mode=False))
-    except EngineError as error:
+    except (EngineError, RequestError, InvalidParam) as error:
         fail(str(error))
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)

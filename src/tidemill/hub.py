@@ -79,6 +79,8 @@ def resolve(model: str, progress: Progress | None = None, offline: bool = False)
     if (packaged := PACKAGED.get(model.lower())) is not None and not Path(model).exists():
         return _packaged(packaged, report, offline)
     path = Path(model).expanduser()
+    if path.is_file() and not _is_gguf(path):
+        raise ModelError(f"{path} is not a GGUF file; give one, or a folder with config.json")
     if model and path.exists():
         return path.resolve()
     if _HUB_NAME.fullmatch(model):
@@ -87,6 +89,14 @@ def resolve(model: str, progress: Progress | None = None, offline: bool = False)
         f"no model {model!r}: give a GGUF file, a folder with config.json, a Hugging Face name "
         f"like org/name, or one of {', '.join(PACKAGED)}"
     )
+
+
+def _is_gguf(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(4) == b"GGUF"
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error}") from None
 
 
 def _packaged(model: PackagedModel, report: Progress, offline: bool) -> Path:

@@ -26,6 +26,7 @@ from tidemill.scheduler.scheduler import Scheduler
 from tidemill.text import vocabulary
 from tidemill.text.detokenizer import Detokenizer
 from tidemill.text.tokenizer import Call, TokenizerService
+from tidemill.wire.errors import RequestError
 from tidemill.wire.link import InlineLink
 from tidemill.wire.messages import (
     ErrorInfo,
@@ -42,14 +43,6 @@ from tidemill.wire.sampling import SamplingParams, check_vocabulary, for_choice
 
 Prompt = str | Sequence[int]
 Messages = list[dict[str, Any]]
-
-
-class RequestError(ValueError):
-    """The engine refused a request. `info` is what an HTTP client would have got."""
-
-    def __init__(self, info: ErrorInfo) -> None:
-        super().__init__(info.message)
-        self.info = info
 
 
 @dataclass(slots=True)
