@@ -2,49 +2,49 @@
 // read the same keys and values, with an online softmax (Milakov and Gimelshein 2018) over blocks
 // that stay in L1. Long rows are cut into spans that threads share (as Flash-Decoding does) and
 // that merge_spans puts together. Include after a target pragma, as gemm_vector.h.
+//
+// A head is taken in chunks of two vectors: its elements at even places and those at odd ones, into
+// which a vector of bf16 falls apart most cheaply.
 #pragma once
 
 #include <algorithm>
 
 #include "gemm_loop.h"
-#include "gemm_vector.h"
+#include "native_vector.h"
 #include "step_kernels.h"
 
 namespace tidemill {
 namespace {
 
-constexpr int kKeys = 64;    // of a block
-constexpr int kChunk = 32;   // elements of a head: 16 pairs, whose halves make two vectors
-constexpr float kNone = -1e30f;
+constexpr int kKeys = 64;             // of a block
+constexpr int kChunk = 2 * kFloats;   // elements
+constexpr float kNone = -1e30f;       // the score of no key
 
+// Heads that are computed together: with two sums each, what registers hold.
 #ifdef TIDEMILL_AVX512
-constexpr int kSumVectors = 16;  // registers for sums
+constexpr int kHeadTile = 8;
 #else
-constexpr int kSumVectors = 4;
+constexpr int kHeadTile = 4;
 #endif
 
-// Heads that are computed together.
-constexpr int head_tile(int chunks) { return std::max(1, kSumVectors / (2 * chunks)); }
+inline int chunks_of(const PrefillAttention& a) { return (a.head_dim + kChunk - 1) / kChunk; }
 
-struct Pairs {
-  f32 even, odd;
-};
-
-// 32 bf16 values as two vectors; the last chunk of a head may be half as wide.
-TIDEMILL_INLINE Pairs load_pairs(const uint16_t* at, bool half) {
-  u32 bits{};
-  if (half) {
-    std::memcpy(&bits, at, sizeof bits / 2);
+// One chunk of a head; the last one may be half as wide, and is then filled up with zeros.
+TIDEMILL_INLINE Pairs load_chunk(const PrefillAttention& a, const uint16_t* head, int chunk) {
+  Bits bits{};
+  if ((chunk + 1) * kChunk <= a.head_dim) {
+    bits = load<Bits>(head + chunk * kChunk);
   } else {
-    bits = load<u32>(at);
+    std::memcpy(&bits, head + chunk * kChunk, sizeof bits / 2);
   }
-  return {(f32)(bits << 16), (f32)(bits & 0xffff0000u)};
+  return split_pairs(bits);
 }
 
-struct Head {  // of a partial result
-  float* most;
-  float* sum;
-  float* outputs;  // pairs' even halves, then odd ones, chunk by chunk
+// One head of a partial result, as span_floats counts it.
+struct Head {
+  float* most;     // of the scores, in powers of two
+  float* sum;      // of the weights
+  float* outputs;  // not yet divided by the sum
 
   Head(float* partial, int index, int chunks) {
     most = partial + index * (2 * kLanes + chunks * kChunk);
@@ -52,14 +52,6 @@ struct Head {  // of a partial result
     outputs = most + 2 * kLanes;
   }
 };
-
-// sums[i] = the sum of rows[i]'s lanes.
-TIDEMILL_INLINE f32 sums_of(u32 (&rows)[kLanes]) {
-  transpose(rows);
-  f32 sums = (f32)rows[0];
-  for (int i = 1; i < kLanes; ++i) sums += (f32)rows[i];
-  return sums;
-}
 
 // Keys of a span that are taken together.
 struct KeyBlock {
@@ -80,54 +72,56 @@ struct KeyBlock {
   }
 };
 
-// The pieces are too short for the hardware to see where they lead.
-template <int kChunks>
-TIDEMILL_INLINE void prefetch_head(const uint16_t* at) {
-  for (int c = 0; c < kChunks; ++c) {
-    _mm_prefetch(reinterpret_cast<const char*>(at + c * kChunk), _MM_HINT_T0);
+// Pages are too short for the hardware to see where they lead.
+TIDEMILL_INLINE void prefetch_head(const PrefillAttention& a, const uint16_t* head) {
+  constexpr int kLine = 32;  // elements
+  for (int i = 0; i < a.head_dim; i += kLine) {
+    _mm_prefetch(reinterpret_cast<const char*>(head + i), _MM_HINT_T0);
   }
 }
 
-template <int kChunks, int kHeads>
+// scores[kHeads][kKeys] of queries[kHeads][chunks * kChunk].
+template <int kHeads>
 void score(const PrefillAttention& a, const KeyBlock& block, const float* queries, float* scores) {
-  const bool half = a.head_dim % kChunk != 0;
+  const int chunks = chunks_of(a);
   const ptrdiff_t to_values = a.kv.v - a.kv.k;
-  f32 q[kHeads][kChunks][2];
-  for (int h = 0; h < kHeads; ++h) {
-    for (int c = 0; c < kChunks; ++c) {
-      q[h][c][0] = load<f32>(queries + (h * kChunks + c) * kChunk);
-      q[h][c][1] = load<f32>(queries + (h * kChunks + c) * kChunk + kLanes);
-    }
-  }
-  for (int first = 0; first < block.count; first += kLanes) {
-    u32 products[kHeads][kLanes];
-    const int count = std::min(kLanes, block.count - first);
-    if (count < kLanes) std::memset(products, 0, sizeof products);
+  for (int first = 0; first < block.count; first += kFloats) {
+    Floats products[kHeads][kFloats];
+    const int count = std::min(kFloats, block.count - first);
+    if (count < kFloats) std::memset(products, 0, sizeof products);
     for (int i = 0; i < count; ++i) {
       const uint16_t* key = block.keys[first + i];
-      prefetch_head<kChunks>(key + to_values);
-      f32 sums[kHeads] = {};
+      prefetch_head(a, key + to_values);
+      Floats sums[kHeads] = {};
+      for (int c = 0; c < chunks; ++c) {
+        const Pairs k = load_chunk(a, key, c);
+        const float* q = queries + c * kChunk;
 #pragma GCC unroll 8
-      for (int c = 0; c < kChunks; ++c) {
-        const Pairs k = load_pairs(key + c * kChunk, half && c == kChunks - 1);
-#pragma GCC unroll 8
-        for (int h = 0; h < kHeads; ++h) {
-          sums[h] += k.even * q[h][c][0];
-          sums[h] += k.odd * q[h][c][1];
+        for (int h = 0; h < kHeads; ++h, q += chunks * kChunk) {
+          sums[h] = multiply_add(k.even, load<Floats>(q), sums[h]);
+          sums[h] = multiply_add(k.odd, load<Floats>(q + kFloats), sums[h]);
         }
       }
-      for (int h = 0; h < kHeads; ++h) products[h][i] = (u32)sums[h];
+      for (int h = 0; h < kHeads; ++h) products[h][i] = sums[h];
     }
     for (int h = 0; h < kHeads; ++h) {
       float* to = scores + h * kKeys + first;
       store(to, sums_of(products[h]));
-      for (int i = count; i < kLanes; ++i) to[i] = kNone;
+      for (int i = count; i < kFloats; ++i) to[i] = kNone;
     }
+  }
+}
+
+// Soft-capped scores (Gemma 2), in powers of two. They come divided by the cap.
+inline void cap(float* scores, int count, float factor) {
+  for (int i = 0; i < count; i += kLanes) {
+    store_first(scores + i, factor * tanh(load<f32>(scores + i)), std::min(kLanes, count - i));
   }
 }
 
 // Scores (in powers of two) become weights; sums and outputs so far shrink to a new maximum.
 inline void softmax(const Head& head, int count, int chunks, float* scores) {
+  for (int i = count; i % kLanes != 0; ++i) scores[i] = kNone;
   f32 most = splat(*head.most);
   for (int i = 0; i < count; i += kLanes) most = max(most, load<f32>(scores + i));
   float lanes[kLanes];
@@ -140,67 +134,63 @@ inline void softmax(const Head& head, int count, int chunks, float* scores) {
     sums += weight;
   }
   if (new_most > *head.most) {
-    const f32 shrink = exp2(splat(*head.most - new_most));
-    for (int i = 0; i < chunks * kChunk; i += kLanes) {
-      store(head.outputs + i, load<f32>(head.outputs + i) * shrink);
+    const float shrink = exp2(splat(*head.most - new_most))[0];
+    for (int i = 0; i < chunks * kChunk; i += kFloats) {
+      store(head.outputs + i, load<Floats>(head.outputs + i) * splat_floats(shrink));
     }
-    *head.sum *= shrink[0];
+    *head.sum *= shrink;
     *head.most = new_most;
   }
   store(lanes, sums);
   for (float lane : lanes) *head.sum += lane;
 }
 
-template <int kChunks, int kHeads>
+template <int kHeads>
 void add_values(const PrefillAttention& a, const KeyBlock& block, const KeyBlock& next,
                 const float* weights, float* partial, int first_head) {
-  const bool half = a.head_dim % kChunk != 0;
+  const int chunks = chunks_of(a);
   const ptrdiff_t to_values = a.kv.v - a.kv.k;
-  f32 sums[kHeads][kChunks][2];
-  for (int h = 0; h < kHeads; ++h) {
-    const float* outputs = Head(partial, first_head + h, kChunks).outputs;
-    for (int c = 0; c < 2 * kChunks; ++c) sums[h][c / 2][c % 2] = load<f32>(outputs + c * kLanes);
-  }
-  for (int i = 0; i < block.count; ++i) {
-    const uint16_t* value = block.keys[i] + to_values;
-    if (i < next.count) prefetch_head<kChunks>(next.keys[i]);
-#pragma GCC unroll 8
-    for (int c = 0; c < kChunks; ++c) {
-      const Pairs v = load_pairs(value + c * kChunk, half && c == kChunks - 1);
+  for (int c = 0; c < chunks; ++c) {
+    Pairs sums[kHeads] = {};
+    for (int i = 0; i < block.count; ++i) {
+      const Pairs v = load_chunk(a, block.keys[i] + to_values, c);
+      if (c == 0 && i < next.count) prefetch_head(a, next.keys[i]);
 #pragma GCC unroll 8
       for (int h = 0; h < kHeads; ++h) {
-        sums[h][c][0] += v.even * weights[h * kKeys + i];
-        sums[h][c][1] += v.odd * weights[h * kKeys + i];
+        const Floats weight = splat_floats(weights[h * kKeys + i]);
+        sums[h].even = multiply_add(v.even, weight, sums[h].even);
+        sums[h].odd = multiply_add(v.odd, weight, sums[h].odd);
       }
     }
-  }
-  for (int h = 0; h < kHeads; ++h) {
-    float* outputs = Head(partial, first_head + h, kChunks).outputs;
-    for (int c = 0; c < 2 * kChunks; ++c) store(outputs + c * kLanes, sums[h][c / 2][c % 2]);
+    for (int h = 0; h < kHeads; ++h) {
+      float* outputs = Head(partial, first_head + h, chunks).outputs + c * kChunk;
+      store(outputs, load<Floats>(outputs) + sums[h].even);
+      store(outputs + kFloats, load<Floats>(outputs + kFloats) + sums[h].odd);
+    }
   }
 }
 
-template <int kChunks>
-void attend(const PrefillAttention& a, const AttentionSpan& span, const AttentionSpan* next,
-            float* partial, float* scratch) {
-  constexpr int kTile = head_tile(kChunks);
+void attention_span(const PrefillAttention& a, const AttentionSpan& span,
+                    const AttentionSpan* next, float* partial, void* scratch) {
   const int group = a.heads / a.kv_heads;
-  const bool half = a.head_dim % kChunk != 0;
+  const int chunks = chunks_of(a);
   const float scale = a.softcap > 0.0f ? a.scale / a.softcap : a.scale * kLog2e;
-  float* scores = scratch;  // [kTile][kKeys]
-  float* queries = scratch + kTile * kKeys;
+  Arena arena(scratch);
+  auto* scores = arena.take<float>(kHeadTile * kKeys);
+  auto* queries = arena.take<float>(group * chunks * kChunk);
 
   const uint16_t* q = a.q + span.token * a.q_stride + span.kv_head * group * a.head_dim;
   for (int h = 0; h < group; ++h) {
-    for (int c = 0; c < kChunks; ++c) {
-      const Pairs pairs = load_pairs(q + h * a.head_dim + c * kChunk, half && c == kChunks - 1);
-      store(queries + (h * kChunks + c) * kChunk, pairs.even * scale);
-      store(queries + (h * kChunks + c) * kChunk + kLanes, pairs.odd * scale);
+    for (int c = 0; c < chunks; ++c) {
+      const Pairs pairs = load_chunk(a, q + h * a.head_dim, c);
+      float* query = queries + (h * chunks + c) * kChunk;
+      store(query, pairs.even * splat_floats(scale));
+      store(query + kFloats, pairs.odd * splat_floats(scale));
     }
-    const Head head(partial, h, kChunks);
+    const Head head(partial, h, chunks);
     *head.most = kNone;
     *head.sum = 0.0f;
-    std::memset(head.outputs, 0, kChunks * kChunk * sizeof(float));
+    std::memset(head.outputs, 0, chunks * kChunk * sizeof(float));
   }
 
   KeyBlock blocks[2];
@@ -215,35 +205,23 @@ void attend(const PrefillAttention& a, const AttentionSpan& span, const Attentio
       ahead->find(a, *next, next->begin);
     }
     for (int first = 0, count; first < group; first += count) {
-      count = std::min(kTile, group - first);
-      with_rows<kTile>(count, [&](auto heads) {
-        score<kChunks, heads>(a, *block, queries + first * kChunks * kChunk, scores);
+      count = even_block(group - first, kHeadTile);
+      with_rows<kHeadTile>(count, [&](auto heads) {
+        score<heads>(a, *block, queries + first * chunks * kChunk, scores);
         for (int h = 0; h < heads; ++h) {
-          float* at = scores + h * kKeys;
-          if (a.softcap > 0.0f) {
-            for (int i = 0; i < block->count; ++i) {
-              at[i] = a.softcap * kLog2e * tanh(splat(at[i]))[0];
-            }
-          }
-          softmax(Head(partial, first + h, kChunks), block->count, kChunks, at);
+          float* own = scores + h * kKeys;
+          if (a.softcap > 0.0f) cap(own, block->count, a.softcap * kLog2e);
+          softmax(Head(partial, first + h, chunks), block->count, chunks, own);
         }
-        add_values<kChunks, heads>(a, *block, *ahead, scores, partial, first);
+        add_values<heads>(a, *block, *ahead, scores, partial, first);
       });
     }
   }
 }
 
-void attention_span(const PrefillAttention& a, const AttentionSpan& span,
-                    const AttentionSpan* next, float* partial, void* scratch) {
-  const int chunks = (a.head_dim + kChunk - 1) / kChunk;
-  with_rows<8>(chunks, [&](auto count) {
-    attend<count>(a, span, next, partial, static_cast<float*>(scratch));
-  });
-}
-
 void merge_spans(const PrefillAttention& a, int token, int kv_head, float* partials, int count) {
   const int group = a.heads / a.kv_heads;
-  const int chunks = (a.head_dim + kChunk - 1) / kChunk;
+  const int chunks = chunks_of(a);
   const int64_t stride = span_floats(group, a.head_dim);
   uint16_t* out = a.out + token * a.out_stride + kv_head * group * a.head_dim;
   for (int h = 0; h < group; ++h, out += a.head_dim) {
@@ -258,13 +236,14 @@ void merge_spans(const PrefillAttention& a, int token, int kv_head, float* parti
       sum += *head.sum * *head.most;
     }
     for (int c = 0; c < chunks; ++c) {
-      f32 even{}, odd{};
+      Pairs total{};
       for (int s = 0; s < count; ++s) {
         const Head head(partials + s * stride, h, chunks);
-        even += load<f32>(head.outputs + c * kChunk) * *head.most;
-        odd += load<f32>(head.outputs + c * kChunk + kLanes) * *head.most;
+        const Floats share = splat_floats(*head.most / sum);
+        total.even = multiply_add(load<Floats>(head.outputs + c * kChunk), share, total.even);
+        total.odd = multiply_add(load<Floats>(head.outputs + c * kChunk + kFloats), share, total.odd);
       }
-      const u32 pairs = to_bf16_pairs(even * (1.0f / sum), odd * (1.0f / sum));
+      const Bits pairs = join_pairs(total);
       std::memcpy(out + c * kChunk, &pairs,
                   std::min(kChunk, a.head_dim - c * kChunk) * sizeof *out);
     }

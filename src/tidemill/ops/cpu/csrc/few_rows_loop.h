@@ -4,51 +4,17 @@
 #pragma once
 
 #include "gemm_loop.h"
+#include "native_vector.h"
 #include "step_kernels.h"
 
 namespace tidemill {
 namespace {
 
-// The CPU's own vectors here, not the 16-lane ones: registers are counted.
 #ifdef TIDEMILL_AVX512
-using Floats = __m512;
-using Ints = __m512i;
 constexpr int kMostRows = 8;  // 8 sums, 8 vectors of weights, their scales and minima
-TIDEMILL_INLINE Ints broadcast(const int8_t* four) { return _mm512_set1_epi32(load<int>(four)); }
-TIDEMILL_INLINE Ints splat_bytes(int8_t value) { return _mm512_set1_epi8(value); }
-TIDEMILL_INLINE Ints splat_shorts(int16_t value) { return _mm512_set1_epi16(value); }
-TIDEMILL_INLINE Ints high_nibbles(Ints bits) {
-  return _mm512_and_si512(_mm512_srli_epi16(bits, 4), splat_bytes(15));
-}
-TIDEMILL_INLINE Floats to_floats(Ints value) { return _mm512_cvtepi32_ps(value); }
-TIDEMILL_INLINE Floats halves_to_floats(const void* at) {
-  return _mm512_cvtph_ps(load<__m256i>(at));
-}
-TIDEMILL_INLINE Floats splat_floats(float value) { return _mm512_set1_ps(value); }
-TIDEMILL_INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
-  return _mm512_fmadd_ps(a, b, c);
-}
 #else
-using Floats = __m256;
-using Ints = __m256i;
 constexpr int kMostRows = 3;  // 6 sums, 8 vectors of weights
-TIDEMILL_INLINE Ints broadcast(const int8_t* four) { return _mm256_set1_epi32(load<int>(four)); }
-TIDEMILL_INLINE Ints splat_bytes(int8_t value) { return _mm256_set1_epi8(value); }
-TIDEMILL_INLINE Ints splat_shorts(int16_t value) { return _mm256_set1_epi16(value); }
-TIDEMILL_INLINE Ints high_nibbles(Ints bits) {
-  return _mm256_and_si256(_mm256_srli_epi16(bits, 4), splat_bytes(15));
-}
-TIDEMILL_INLINE Floats to_floats(Ints value) { return _mm256_cvtepi32_ps(value); }
-TIDEMILL_INLINE Floats halves_to_floats(const void* at) {
-  return _mm256_cvtph_ps(load<__m128i>(at));
-}
-TIDEMILL_INLINE Floats splat_floats(float value) { return _mm256_set1_ps(value); }
-TIDEMILL_INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
-  return _mm256_fmadd_ps(a, b, c);
-}
 #endif
-using Words = int32_t __attribute__((vector_size(sizeof(Ints))));
-constexpr int kFloats = sizeof(Floats) / sizeof(float);
 constexpr int kSlices = kPanelRows / kFloats;  // vectors that make a panel's width
 
 // The weights of a slice's block as eight vectors of four columns each, and their product with a
@@ -103,8 +69,6 @@ TIDEMILL_INLINE Ints add_pairs(Ints sums, int16_t factor) {
   return _mm256_madd_epi16(sums, splat_shorts(factor));
 #endif
 }
-
-using Shorts = int16_t __attribute__((vector_size(sizeof(Ints))));
 
 // Sums stay in 16 bits for the whole block: 16 products of at most 15 * 127 do not overflow.
 TIDEMILL_INLINE Ints dot(const Nibbles& w, const int8_t* x) {
