@@ -9,8 +9,10 @@ that overlaps with what was delivered is cut by its absolute offset.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -33,45 +35,80 @@ from tidemill.wire.messages import (
     TokenizeText,
 )
 from tidemill.wire.sampling import SamplingParams
-from tidemill.wire.sockets import Receiver, Sender
+from tidemill.wire.sockets import PeerStuck, Receiver, Sender
 
 log = logging.getLogger(__name__)
 
 Call = TokenizeText | TokenizeChat | DetokenizeIds
 
 
+class Inbox:
+    """What has come for the sequences of one HTTP request, as (choice, delta), oldest first."""
+
+    def __init__(self) -> None:
+        self._news: list[tuple[int, TextDelta]] = []
+        self._arrived = asyncio.Event()
+
+    def put(self, choice: int, delta: TextDelta) -> None:
+        self._news.append((choice, delta))
+        self._arrived.set()
+
+    async def take(self) -> list[tuple[int, TextDelta]]:
+        """Everything since the last call; waits until there is something."""
+        await self._arrived.wait()
+        self._arrived.clear()
+        news, self._news = self._news, []
+        return news
+
+
 @dataclass(slots=True, eq=False)
 class Generation:
-    """One sequence in the making. `news` is set while `deltas` holds something."""
+    """One sequence in the making: what was asked for, and how much of it the client has."""
 
-    submit: Submit
-    deltas: list[TextDelta] = field(default_factory=list)
-    news: asyncio.Event = field(default_factory=asyncio.Event)
-    delivered: bytearray = field(default_factory=bytearray)  # ids, int32
+    submit: Submit  # of the present attempt
+    choice: int
+    inbox: Inbox
+    delivered: bytearray = field(default_factory=bytearray)  # output ids whose text is out, int32
     emitted: int = 0  # characters
-    logprobs: int = 0  # positions reported
+    generated: int = 0  # tokens
     ended: bool = False
 
-    async def next(self) -> list[TextDelta]:
-        """What has come since the last call; waits until there is something."""
-        await self.news.wait()
-        self.news.clear()
-        deltas, self.deltas = self.deltas, []
-        return deltas
-
     def take(self, delta: TextDelta) -> None:
-        """A delta of the present attempt, less what an earlier attempt delivered."""
-        start = delta.generated - len(delta.logprobs or ())
-        logprobs = (delta.logprobs or [])[max(0, self.logprobs - start) :]
-        text = delta.text[max(0, self.emitted - delta.offset) :]
+        """A delta of the present attempt; what an earlier attempt delivered of it is left out."""
+        if delta.offset < self.emitted or delta.generated <= self.generated:
+            delta = self._news_of(delta)
         self.delivered += delta.ids
-        self.emitted += len(text)
-        self.logprobs = max(self.logprobs, delta.generated)
-        if len(text) != len(delta.text) or len(logprobs) != len(delta.logprobs or ()):
-            delta = msgspec.structs.replace(delta, text=text, logprobs=logprobs or None)
+        self.emitted += len(delta.text)
+        self.generated = max(self.generated, delta.generated)
         self.ended = delta.finish is not None
-        self.deltas.append(delta)
-        self.news.set()
+        self.inbox.put(self.choice, delta)
+
+    def _news_of(self, delta: TextDelta) -> TextDelta:
+        logprobs = delta.logprobs or []
+        first = delta.generated - len(logprobs)  # the token that logprobs[0] is about
+        return msgspec.structs.replace(
+            delta,
+            text=delta.text[max(0, self.emitted - delta.offset) :],
+            offset=max(self.emitted, delta.offset),
+            logprobs=logprobs[max(0, self.generated - first) :] or None,
+            generated=max(self.generated, delta.generated),
+        )
+
+    def resume(self) -> Submit:
+        """The next attempt. The prompt's own part of the answer comes with the first delta, so
+        after that it is not asked for again."""
+        submit = self.submit
+        begun = self.generated > 0
+        self.submit = msgspec.structs.replace(
+            submit,
+            attempt=submit.attempt + 1,
+            output_ids=bytes(self.delivered),
+            want_prompt_text=submit.want_prompt_text and not begun,
+            params=msgspec.structs.replace(submit.params, prompt_logprobs=None)
+            if begun
+            else submit.params,
+        )
+        return self.submit
 
 
 @dataclass(slots=True)
@@ -87,6 +124,7 @@ class EngineClient:
     def __init__(self, config: EngineConfig, worker: int) -> None:
         self.config = config
         self.worker = worker
+        self.started = int(time.time())
         self.snapshot = Snapshot(state="starting", components={})
         self.ready: RunnerReady | None = None  # the last runner that was ready
         context = zmq.Context()
@@ -133,11 +171,12 @@ class EngineClient:
         return self._next_id
 
     async def ask(self, message: Call) -> Tokenized:
-        """Send a call to a tokenizer (`message.call` is from `new_id`) and wait for its answer."""
+        """Send a call to a tokenizer (`message.call` is from `new_id`) and wait for its answer.
+        Raises PeerStuck."""
         tokenizer = message.call % len(self._tokenizers)
         pending = _PendingCall(message, tokenizer, asyncio.get_running_loop().create_future())
-        self._calls[message.call] = pending
         self._tokenizers[tokenizer].send(message)
+        self._calls[message.call] = pending
         try:
             return await pending.answer
         finally:
@@ -147,31 +186,33 @@ class EngineClient:
         self,
         prompt_ids: bytes,
         params: SamplingParams,
+        inbox: Inbox,
+        choice: int = 0,
         *,
         priority: int = 0,
         want_prompt_text: bool = False,
     ) -> Generation:
-        """Start a sequence. Whoever holds the Generation ends it with `abort`."""
+        """Start a sequence, whose deltas go to `inbox` as those of `choice`. Whoever holds the
+        Generation ends it with `abort`. Raises PeerStuck."""
         rid = self.new_id()
-        generation = Generation(
-            Submit(
-                rid=rid,
-                worker=self.worker,
-                detokenizer=rid % self.config.detokenizers,
-                prompt_ids=prompt_ids,
-                params=params,
-                priority=priority,
-                want_prompt_text=want_prompt_text,
-            )
+        submit = Submit(
+            rid=rid,
+            worker=self.worker,
+            detokenizer=rid % self.config.detokenizers,
+            prompt_ids=prompt_ids,
+            params=params,
+            priority=priority,
+            want_prompt_text=want_prompt_text,
         )
-        self._open[rid] = generation
-        self._scheduler.send(generation.submit)
+        self._scheduler.send(submit)
+        generation = self._open[rid] = Generation(submit, choice, inbox)
         return generation
 
     def abort(self, generation: Generation) -> None:
         """Nobody waits for it any more. Harmless after its end."""
         if self._open.pop(generation.submit.rid, None) is not None:
-            self._scheduler.send(Abort(rid=generation.submit.rid))
+            with contextlib.suppress(PeerStuck):  # it will not hear of anything else either
+                self._scheduler.send(Abort(rid=generation.submit.rid))
 
     # --- what comes back ----------------------------------------------------------------------
 
@@ -220,12 +261,7 @@ class EngineClient:
 
     def _resubmit(self, generations: Sequence[Generation]) -> None:
         for generation in generations:
-            generation.submit = msgspec.structs.replace(
-                generation.submit,
-                attempt=generation.submit.attempt + 1,
-                output_ids=bytes(generation.delivered),
-            )
-            self._scheduler.send(generation.submit)
+            self._scheduler.send(generation.resume())
         if generations:
             log.warning("resumed %d open requests", len(generations))
 

@@ -15,6 +15,7 @@ _TYPES = {
     503: "service_unavailable_error",
 }
 RETRY_AFTER_S = {429: "1", 503: "2"}
+INTERNAL = ErrorInfo(status=500, message="internal error; the server's log has it")
 
 
 class APIError(Exception):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 
+from tidemill.wire.messages import ErrorInfo
+
 LATENCY_BUCKETS = [0.005 * 2**n for n in range(16)]  # 5 ms to 164 s
 TPOT_BUCKETS = [0.0005 * 2**n for n in range(14)]  # 0.5 ms to 4 s
 
@@ -15,7 +17,7 @@ class ServerMetrics:
     def __init__(self) -> None:
         self._requests = Counter(
             "tidemill_requests",
-            "Sequences by endpoint and outcome: stop, length, abort, error, refused.",
+            "Sequences by endpoint and outcome; error and refused once a request.",
             ["endpoint", "outcome"],
             registry=None,
         )
@@ -27,7 +29,7 @@ class ServerMetrics:
         )
         self.ttft = Histogram(
             "tidemill_ttft_seconds",
-            "Time from admission to the first text.",
+            "Time from a request's arrival to a sequence's first text.",
             buckets=LATENCY_BUCKETS,
             registry=None,
         )
@@ -39,13 +41,18 @@ class ServerMetrics:
         )
         self.latency = Histogram(
             "tidemill_latency_seconds",
-            "Time from admission to a sequence's end.",
+            "Time from a request's arrival to a sequence's end.",
             buckets=LATENCY_BUCKETS,
             registry=None,
         )
 
     def ended(self, endpoint: str, outcome: str) -> None:
         self._requests.labels(endpoint, outcome).inc()
+
+    def failed(self, endpoint: str, info: ErrorInfo) -> None:
+        """A request ends with an error: a refusal, unless the fault is the server's own."""
+        refused = info.status < 500 or info.status == 503
+        self.ended(endpoint, "refused" if refused else "error")
 
 
 def exposition(metrics_dir: str) -> bytes:

@@ -12,6 +12,7 @@ import msgspec
 import uvicorn
 from starlette import datastructures
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -21,14 +22,16 @@ import tidemill
 from tidemill.api import errors, metrics
 from tidemill.api.engine_client import EngineClient
 from tidemill.api.errors import APIError
-from tidemill.api.http import json_response
+from tidemill.api.http import ClientGone, json_response
 from tidemill.api.metrics import ServerMetrics
 from tidemill.api.openai import chat, completions, tokens
-from tidemill.api.openai.generation import ClientGone
 from tidemill.config import EngineConfig
 from tidemill.wire.endpoints import Endpoints
 from tidemill.wire.messages import ErrorInfo
+from tidemill.wire.sockets import PeerStuck
 from tidemill.wire.status import StatusReporter
+
+COUNTED = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}  # label in /metrics
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +67,7 @@ def make_app(config: EngineConfig, worker: int) -> Starlette:
             HTTPException: _http_error,
             ClientDisconnect: _client_gone,
             ClientGone: _client_gone,
+            PeerStuck: _stuck,
             Exception: _bug,
         },
     )
@@ -87,14 +91,13 @@ async def version(request: Request) -> Response:
 
 async def metrics_page(request: Request) -> Response:
     directory = Endpoints(request.app.state.client.config.run_dir).metrics_dir
-    return Response(
-        metrics.exposition(directory), media_type="text/plain; version=0.0.4; charset=utf-8"
-    )
+    page = await run_in_threadpool(metrics.exposition, directory)  # it reads many files
+    return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, APIError)
-    return errors.response(error.info)
+    return _failed(request, error.info)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -110,8 +113,20 @@ async def _client_gone(request: Request, error: Exception) -> Response:
     return Response(status_code=499)  # nobody reads it; the log shows nginx's code for this
 
 
+async def _stuck(request: Request, error: Exception) -> Response:
+    log.error("%s", error)
+    return _failed(request, ErrorInfo(status=503, message="the engine does not answer"))
+
+
 async def _bug(request: Request, error: Exception) -> Response:
-    return errors.response(ErrorInfo(status=500, message="internal error; the server's log has it"))
+    return _failed(request, errors.INTERNAL)  # starlette raises it again, for uvicorn's log
+
+
+def _failed(request: Request, info: ErrorInfo) -> Response:
+    endpoint = COUNTED.get(request.url.path)
+    if endpoint is not None:
+        request.app.state.metrics.failed(endpoint, info)
+    return errors.response(info)
 
 
 class _Server(uvicorn.Server):

@@ -3,34 +3,29 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator
+import time
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from tidemill.api.engine_client import EngineClient
-from tidemill.api.errors import APIError
-from tidemill.api.http import json_response, read_body
+from tidemill.api.errors import APIError, unsupported
+from tidemill.api.http import read_body
 from tidemill.api.metrics import ServerMetrics
 from tidemill.api.openai import protocol
-from tidemill.api.openai.generation import (
-    Job,
-    Prompt,
-    require_model,
-    require_ready,
-    while_connected,
-)
+from tidemill.api.openai.generation import Job, Prompt, require_model, require_ready
 from tidemill.api.openai.logprobs import completion_logprobs, prompt_logprobs
 from tidemill.api.openai.protocol import CompletionRequest
-from tidemill.api.openai.streaming import ChunkWriter, guarded
+from tidemill.api.openai.streaming import ChunkWriter, EventStream, whole
 from tidemill.wire.messages import TextDelta, TokenizeText, ids_to_bytes
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
 async def completions(request: Request) -> Response:
+    began = time.perf_counter()
     client: EngineClient = request.app.state.client
     metrics: ServerMetrics = request.app.state.metrics
     body = protocol.decode(await read_body(request), CompletionRequest)
@@ -40,6 +35,8 @@ async def completions(request: Request) -> Response:
         tokens = max(DEFAULT_MAX_TOKENS, params.min_tokens)
         params = msgspec.structs.replace(params, max_tokens=tokens)
     if body.echo and params.logprobs is not None:
+        if params.prompt_logprobs not in (None, params.logprobs):
+            raise unsupported("prompt_logprobs", " with echo, unless it equals logprobs")
         params = msgspec.structs.replace(params, prompt_logprobs=params.logprobs)
     require_ready(client)
     prompts = await _prompts(client, body)
@@ -49,12 +46,13 @@ async def completions(request: Request) -> Response:
         "completions",
         prompts,
         params,
+        began=began,
         priority=body.priority,
         echo=bool(body.echo),
     )
     if body.stream:
-        return StreamingResponse(guarded(_events(job, body)), media_type="text/event-stream")
-    return json_response(await while_connected(request, _whole(job, body)))
+        return EventStream(job, CompletionEvents(job, body), metrics)
+    return await whole(request, job, CompletionAnswer(job, body))
 
 
 async def _prompts(client: EngineClient, body: CompletionRequest) -> list[Prompt]:
@@ -114,77 +112,87 @@ def _head(job: Job, body: CompletionRequest) -> dict[str, Any]:
     }
 
 
-class _Choice:
-    """The pieces of one answer, with the prompt in front when echoed."""
+class _Echo:
+    """Puts what is echoed of the prompt in front of one choice's first piece."""
 
     def __init__(self, body: CompletionRequest) -> None:
-        self._body = body
-        self.length = 0  # characters so far
-        self.prompt_logprobs: list[Any] | None = None
+        self._logprobs = body.logprobs is not None
+        self._echo = bool(body.echo)
+        self._length = 0  # characters so far
 
-    def take(self, delta: TextDelta) -> tuple[str, dict[str, Any] | None]:
+    def take(self, delta: TextDelta) -> tuple[str, dict[str, list[Any]] | None]:
         """The delta's text and log-probabilities, the echoed prompt's included."""
-        text = (delta.prompt_text or "") + delta.text
-        entries: list[Any] | None = None
-        if self._body.logprobs is not None:
-            echoed = (delta.prompt_logprobs or []) if self._body.echo else []
-            entries = [*echoed, *(delta.logprobs or [])]
-        if delta.prompt_logprobs is not None:
-            self.prompt_logprobs = [*(self.prompt_logprobs or []), *delta.prompt_logprobs]
-        made = completion_logprobs(entries, self.length)
-        self.length += len(text)
-        return text, made
+        prompt_text = delta.prompt_text or ""
+        text, logprobs = prompt_text + delta.text, None
+        if self._logprobs:
+            prompt = (delta.prompt_logprobs or []) if self._echo else []
+            logprobs = completion_logprobs(prompt, prompt_text, delta.logprobs or [], self._length)
+        self._length += len(text)
+        return text, logprobs
 
 
-async def _whole(job: Job, body: CompletionRequest) -> dict[str, Any]:
-    made: list[dict[str, Any]] = [
-        {"index": i, "text": "", "logprobs": None, "finish_reason": None, "stop_reason": None}
-        for i in range(len(job.generations))
-    ]
-    states = [_Choice(body) for _ in made]
-    with job:
-        async for news in job.deltas():
-            for index, delta in news:
-                choice = made[index]
-                text, logprobs = states[index].take(delta)
-                choice["text"] += text
-                if choice["logprobs"] is None:
-                    choice["logprobs"] = logprobs
-                elif logprobs is not None:
-                    for key, values in logprobs.items():
-                        choice["logprobs"][key] += values
-                choice["finish_reason"] = delta.finish
-                choice["stop_reason"] = delta.stop_reason
-    if body.prompt_logprobs is not None:
-        for choice, state in zip(made, states, strict=True):
-            choice["prompt_logprobs"] = prompt_logprobs(state.prompt_logprobs)
-    return _head(job, body) | {"choices": made, "usage": job.tally.usage()}
+class CompletionAnswer:
+    """A completion in one piece."""
+
+    def __init__(self, job: Job, body: CompletionRequest) -> None:
+        self._job = job
+        self._body = body
+        self._echoes = [_Echo(body) for _ in range(job.choices)]
+        self._texts: list[list[str]] = [[] for _ in range(job.choices)]
+        self._choices: list[dict[str, Any]] = [
+            {"index": choice, "text": "", "logprobs": None} for choice in range(job.choices)
+        ]
+
+    def add(self, choice: int, delta: TextDelta) -> None:
+        made = self._choices[choice]
+        text, logprobs = self._echoes[choice].take(delta)
+        self._texts[choice].append(text)
+        if made["logprobs"] is None:
+            made["logprobs"] = logprobs
+        elif logprobs is not None:
+            for key, values in logprobs.items():
+                made["logprobs"][key] += values
+        made["finish_reason"] = delta.finish
+        made["stop_reason"] = delta.stop_reason
+        if self._body.prompt_logprobs is not None and delta.prompt_logprobs is not None:
+            made["prompt_logprobs"] = prompt_logprobs(delta.prompt_logprobs)
+
+    def result(self) -> dict[str, Any]:
+        for made, texts in zip(self._choices, self._texts, strict=True):
+            made["text"] = "".join(texts)
+        return _head(self._job, self._body) | {
+            "choices": self._choices,
+            "usage": self._job.tally.usage(),
+        }
 
 
-async def _events(job: Job, body: CompletionRequest) -> AsyncIterator[bytes]:
-    options = body.stream_options or protocol.StreamOptions()
-    usage, continuous = options.include_usage, options.continuous_usage_stats
-    writer = ChunkWriter(_head(job, body), b'"text":', b"", usage)
-    plain = body.logprobs is None and not continuous
-    states = [_Choice(body) for _ in job.generations]
-    with job:
-        async for news in job.deltas():
-            out = []
-            for index, delta in news:
-                text, logprobs = states[index].take(delta)
-                if plain and delta.finish is None:
-                    if text:
-                        out.append(writer.text(index, text))
-                    continue
-                choice = {
-                    "index": index,
-                    "text": text,
-                    "logprobs": logprobs,
-                    "finish_reason": delta.finish,
-                    "stop_reason": delta.stop_reason,
-                }
-                out.append(writer.chunk([choice], job.tally.usage() if continuous else None))
-            if out:
-                yield b"".join(out)
-        if usage:
-            yield writer.chunk([], job.tally.usage())
+class CompletionEvents:
+    """A completion as events: pieces of text, the last of a choice with its finish reason."""
+
+    def __init__(self, job: Job, body: CompletionRequest) -> None:
+        options = body.stream_options or protocol.StreamOptions()
+        self._job = job
+        self._usage = options.include_usage
+        self._continuous = options.continuous_usage_stats
+        self._plain = body.logprobs is None and not self._continuous
+        self._writer = ChunkWriter(_head(job, body), b'"text":', b"", self._usage)
+        self._echoes = [_Echo(body) for _ in range(job.choices)]
+
+    def encode(self, choice: int, delta: TextDelta) -> bytes:
+        text, logprobs = self._echoes[choice].take(delta)
+        if delta.finish is None:
+            if not (text or logprobs):
+                return b""
+            if self._plain:
+                return self._writer.text(choice, text)
+        made = {
+            "index": choice,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": delta.finish,
+            "stop_reason": delta.stop_reason,
+        }
+        return self._writer.chunk([made], self._job.tally.usage() if self._continuous else None)
+
+    def close(self) -> bytes:
+        return self._writer.chunk([], self._job.tally.usage()) if self._usage else b""

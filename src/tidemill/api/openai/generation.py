@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from starlette.requests import Request
+import msgspec
 
-from tidemill.api.engine_client import EngineClient, Generation
+from tidemill.api.engine_client import EngineClient, Generation, Inbox
 from tidemill.api.errors import APIError
 from tidemill.api.metrics import ServerMetrics
 from tidemill.wire.messages import RunnerReady, TextDelta
@@ -19,7 +18,7 @@ from tidemill.wire.sampling import InvalidParam, SamplingParams, check_vocabular
 
 @dataclass(slots=True)
 class Prompt:
-    ids: bytes
+    ids: bytes  # int32
     eos_ids: tuple[int, ...]
 
     @property
@@ -32,7 +31,7 @@ class Tally:
     """Token counts of one request, for `usage`."""
 
     prompt: int
-    cached: int = 0
+    cached: dict[int, int] = field(default_factory=dict)  # by prompt
     completion: dict[int, int] = field(default_factory=dict)  # by choice
 
     def usage(self) -> dict[str, Any]:
@@ -41,7 +40,7 @@ class Tally:
             "prompt_tokens": self.prompt,
             "completion_tokens": completion,
             "total_tokens": self.prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": self.cached},
+            "prompt_tokens_details": {"cached_tokens": sum(self.cached.values())},
         }
 
 
@@ -66,26 +65,25 @@ def fit(params: SamplingParams, prompt: Prompt, ready: RunnerReady, param: str) 
     if prompt.length == 0:
         raise APIError(400, "the prompt is empty: it needs at least one token", param)
     room = ready.max_model_len - prompt.length
-    wanted = params.max_tokens or 1
+    wanted = params.max_tokens or max(1, params.min_tokens)
     if wanted > room:
-        asked = f"{params.max_tokens} for the answer" if params.max_tokens else "room for an answer"
+        asked = f"{wanted} for the answer" if wanted > 1 else "room for an answer"
+        wrong = "max_tokens" if params.max_tokens else "min_tokens"
         raise APIError(
             400,
             f"this model's context is {ready.max_model_len} tokens; the prompt has "
             f"{prompt.length} and the request asks for {asked}",
-            param if room < 1 else "max_tokens",
+            param if room < 1 else wrong,
             "context_length_exceeded",
         )
-    import msgspec
-
     return msgspec.structs.replace(params, max_tokens=params.max_tokens or room)
 
 
 class Job:
     """All sequences of one HTTP request. Choice i·n + j is the j-th answer to prompt i.
 
-    Use as a context manager: leaving it, however, aborts what still runs, so a client that goes
-    away frees its sequences.
+    A context manager: entering submits the sequences, leaving it, however, aborts those that
+    still run. So a client that goes away frees them, whatever moment it picks.
     """
 
     def __init__(
@@ -96,10 +94,13 @@ class Job:
         prompts: list[Prompt],
         params: SamplingParams,
         *,
+        began: float,
         priority: int = 0,
         param: str = "prompt",
         echo: bool = False,
     ) -> None:
+        """`began`: when the request came, in time.perf_counter's seconds. `param`: the field that
+        the prompts are from. Raises APIError for what can never run; submits nothing yet."""
         ready = require_ready(client)
         if params.n * len(prompts) > client.config.max_choices:
             raise APIError(
@@ -108,111 +109,88 @@ class Job:
                 f"got {params.n} x {len(prompts)}",
                 "n",
             )
-        fitted = [fit(params, prompt, ready, param) for prompt in prompts]
+        self._prompts = [(prompt, fit(params, prompt, ready, param)) for prompt in prompts]
         try:
             check_vocabulary(params, ready.vocab_size)
         except InvalidParam as error:
             raise APIError(400, str(error), error.param, "invalid_value") from None
         self._client = client
         self._metrics = metrics
-        self._endpoint = endpoint
-        self._began = time.perf_counter()
-        self.tally = Tally(sum(prompt.length for prompt in prompts))
-        self.created = int(time.time())
-        self.generations: list[Generation] = []
-        self._cached = [0] * len(prompts)
+        self.endpoint = endpoint
+        self._began = began
+        self._priority = priority
+        self._echo = echo
         self._n = params.n
-        self._first: dict[int, float] = {}
-        for prompt, own in zip(prompts, fitted, strict=True):
-            for choice in range(own.n):
-                generation = client.submit(
-                    prompt.ids,
-                    for_choice(own, choice, prompt.eos_ids),
-                    priority=priority,
-                    want_prompt_text=echo,
-                )
-                self.generations.append(generation)
+        self._inbox = Inbox()
+        self._first: dict[int, float] = {}  # when a choice's first token came
+        self._generations: list[Generation] = []
+        self.choices = params.n * len(prompts)
+        self.created = int(time.time())
+        self.tally = Tally(sum(prompt.length for prompt in prompts))
 
     def __enter__(self) -> Job:
         self._metrics.open_requests.inc()
+        try:
+            for prompt, params in self._prompts:
+                for nth in range(self._n):
+                    self._submit(prompt, for_choice(params, nth, prompt.eos_ids))
+        except BaseException:
+            self._close()
+            raise
         return self
 
+    def _submit(self, prompt: Prompt, params: SamplingParams) -> None:
+        generation = self._client.submit(
+            prompt.ids,
+            params,
+            self._inbox,
+            choice=len(self._generations),
+            priority=self._priority,
+            want_prompt_text=self._echo,
+        )
+        self._generations.append(generation)
+
     def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def _close(self) -> None:
         self._metrics.open_requests.dec()
-        for generation in self.generations:
+        for generation in self._generations:
             if not generation.ended:
-                self._metrics.ended(self._endpoint, "abort")
+                self._metrics.ended(self.endpoint, "abort")
             self._client.abort(generation)
 
-    async def deltas(self) -> AsyncIterator[list[tuple[int, TextDelta]]]:
-        """News of all choices, as (choice, delta), until the last has ended. What is ready at
-        once comes at once. Raises APIError for a choice that failed."""
-        if len(self.generations) == 1:
-            generation = self.generations[0]
-            while not generation.ended or generation.deltas:
-                yield [(0, self._count(0, delta)) for delta in await generation.next()]
-            return
-        waiting = {
-            asyncio.create_task(generation.news.wait()): index
-            for index, generation in enumerate(self.generations)
-        }
-        try:
-            while waiting:
-                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                news = []
-                for task in sorted(done, key=lambda task: waiting[task]):
-                    index = waiting.pop(task)
-                    generation = self.generations[index]
-                    news += [(index, self._count(index, d)) for d in await generation.next()]
-                    if not generation.ended:
-                        waiting[asyncio.create_task(generation.news.wait())] = index
-                yield news
-        finally:
-            for task in waiting:
-                task.cancel()
+    async def news(self) -> AsyncIterator[Iterator[tuple[int, TextDelta]]]:
+        """What comes of all choices, until the last has ended. What is ready at once comes at
+        once. The pieces raise APIError for a choice that failed."""
+        left = self.choices
+        while left:
+            news = await self._inbox.take()
+            left -= sum(delta.finish is not None for _, delta in news)
+            yield self._counted(news)
 
-    def _count(self, index: int, delta: TextDelta) -> TextDelta:
-        """Keep the books: usage, metrics, errors."""
-        if delta.error is not None:
-            outcome = "refused" if delta.error.status < 500 else "error"
-            self._metrics.ended(self._endpoint, outcome)
-            raise APIError.of(delta.error)
+    def _counted(self, news: list[tuple[int, TextDelta]]) -> Iterator[tuple[int, TextDelta]]:
+        """Keep the books, one delta after the other: usage, metrics, errors."""
+        for choice, delta in news:
+            if delta.error is not None:
+                raise APIError.of(delta.error)
+            self.tally.completion[choice] = delta.generated
+            if choice not in self._first:
+                self._begin(choice, delta)
+            if delta.finish is not None:
+                self._finish(choice, delta)
+            yield choice, delta
+
+    def _begin(self, choice: int, delta: TextDelta) -> None:
+        self._first[choice] = now = time.perf_counter()
+        self._metrics.ttft.observe(now - self._began)
+        prompt = choice // self._n
+        self.tally.cached[prompt] = max(self.tally.cached.get(prompt, 0), delta.cached_tokens)
+
+    def _finish(self, choice: int, delta: TextDelta) -> None:
+        assert delta.finish is not None
         now = time.perf_counter()
-        if index not in self._first:
-            self._first[index] = now
-            self._metrics.ttft.observe(now - self._began)
-            prompt = index // self._n
-            self._cached[prompt] = max(self._cached[prompt], delta.cached_tokens)
-            self.tally.cached = sum(self._cached)
-        self.tally.completion[index] = delta.generated
-        if delta.finish is not None:
-            self._metrics.ended(self._endpoint, delta.finish)
-            self._metrics.latency.observe(now - self._began)
-            if delta.generated > 1:
-                self._metrics.tpot.observe((now - self._first[index]) / (delta.generated - 1))
-        return delta
-
-
-async def until_disconnect(request: Request) -> None:
-    """Returns when the client is gone. The body must have been read."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-class ClientGone(Exception):
-    """Nobody waits for the answer."""
-
-
-async def while_connected(request: Request, work: Any) -> Any:
-    """The result of the coroutine `work`; cancels it and raises ClientGone if the client goes."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(until_disconnect(request))
-    try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientGone
-    finally:
-        for future in (task, gone):
-            future.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        self._metrics.ended(self.endpoint, delta.finish)
+        self._metrics.latency.observe(now - self._began)
+        if delta.generated > 1:
+            self._metrics.tpot.observe((now - self._first[choice]) / (delta.generated - 1))

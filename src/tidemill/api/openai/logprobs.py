@@ -26,29 +26,37 @@ def chat_logprobs(entries: Sequence[LogprobText] | None) -> dict[str, Any] | Non
 
 
 def completion_logprobs(
-    entries: Sequence[LogprobText | None] | None, offset: int
-) -> dict[str, Any] | None:
-    """`offset`: characters of the text before the first entry."""
-    if entries is None:
-        return None
+    prompt: Sequence[LogprobText | None],
+    prompt_text: str,
+    output: Sequence[LogprobText],
+    offset: int,
+) -> dict[str, list[Any]] | None:
+    """Entries of an echoed prompt, if any, and of output tokens, as parallel lists.
+
+    `offset`: characters of the answer before the first entry. Nothing predicts a prompt's first
+    token, so its entry is None; its text is what the others leave of the prompt's.
+    """
     made: dict[str, list[Any]] = {
         "tokens": [],
         "token_logprobs": [],
         "top_logprobs": [],
         "text_offset": [],
     }
-    for entry in entries:
-        made["text_offset"].append(offset)
+    for entry in (*prompt, *output):
         if entry is None:
-            for key, value in (("tokens", ""), ("token_logprobs", None), ("top_logprobs", None)):
-                made[key].append(value)
-            continue
-        made["tokens"].append(entry.token)
-        made["token_logprobs"].append(entry.logprob)
-        top = {text: value for text, _, _, value in reversed(entry.top)}
-        made["top_logprobs"].append(top | {entry.token: entry.logprob} if top else None)
-        offset += len(entry.token)
-    return made
+            rest = sum(len(each.token) for each in prompt if each is not None)
+            token, logprob, top = prompt_text[: max(0, len(prompt_text) - rest)], None, None
+        else:
+            token, logprob = entry.token, entry.logprob
+            top = {text: value for text, _, _, value in reversed(entry.top)} or None
+            if top is not None:
+                top[token] = logprob
+        made["tokens"].append(token)
+        made["token_logprobs"].append(logprob)
+        made["top_logprobs"].append(top)
+        made["text_offset"].append(offset)
+        offset += len(token)
+    return made if made["tokens"] else None
 
 
 def prompt_logprobs(entries: Sequence[LogprobText | None] | None) -> list[Any] | None:

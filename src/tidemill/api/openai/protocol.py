@@ -88,7 +88,7 @@ class ChatRequest(Sampling, kw_only=True):
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, Any] | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -116,9 +116,9 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     messages: list[ChatMessage] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
     continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -127,7 +127,7 @@ class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
 
 
 _AT = re.compile(r"^(.*) - at `(?:key in )?\$\.?(.*)`$", re.DOTALL)
-_FIELD = re.compile(r"(?:unknown|missing required) field `(.*?)`")
+_FIELD = re.compile(r"(unknown|missing required) field `(.*?)`")
 
 
 T = TypeVar("T")
@@ -140,13 +140,14 @@ def decode(body: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
-        message, param = str(error), None
+        message, param, code = str(error), None, "invalid_type"
         if found := _AT.match(message):
             message, param = found[1], found[2] or None
         if field := _FIELD.search(message):
-            param = f"{param}.{field[1]}" if param else field[1]
+            param = f"{param}.{field[2]}" if param else field[2]
+            code = "unknown_parameter" if field[1] == "unknown" else "missing_parameter"
         where = f" (in {param})" if param and f"`{param}`" not in message else ""
-        raise APIError(400, f"{message}{where}", param, "invalid_type") from None
+        raise APIError(400, f"{message}{where}", param, code) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise APIError(
             400, f"the request body is not valid JSON: {error}", code="invalid_json"
@@ -219,6 +220,10 @@ def _refuse_unsupported(request: ChatRequest | CompletionRequest) -> None:
             raise unsupported(name)
     if request.stream_options is not None and not request.stream:
         raise APIError(400, "stream_options needs stream: true", "stream_options")
+    if request.stream_options is not None and request.stream_options.include_obfuscation:
+        raise unsupported("stream_options.include_obfuscation")
+    if request.stream and request.prompt_logprobs is not None:
+        raise unsupported("prompt_logprobs", " with stream: true")
     if request.store:
         raise unsupported("store", ": nothing is stored")
     if not -(2**31) <= request.priority < 2**31:
@@ -244,10 +249,19 @@ def _logprobs(request: ChatRequest | CompletionRequest) -> int | None:
 
 
 def _logit_bias(given: dict[str, float] | None) -> dict[int, float] | None:
-    try:
-        return {int(key): value for key, value in given.items()} if given else None
-    except ValueError:
-        raise APIError(400, "logit_bias: keys must be token ids", "logit_bias") from None
+    for key in given or ():
+        if not (key.isascii() and key.isdecimal() and len(key) <= 10):
+            raise APIError(
+                400, f"logit_bias: keys must be token ids, got {key[:40]!r}", "logit_bias"
+            )
+    return {int(key): value for key, value in given.items()} if given else None
+
+
+def adds_generation_prompt(request: ChatRequest | TokenizeRequest) -> bool:
+    """Whether the template opens the assistant's turn: by default, unless one is continued."""
+    if request.add_generation_prompt is None:
+        return not request.continue_final_message
+    return request.add_generation_prompt
 
 
 def plain_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from tidemill.api.engine_client import EngineClient
-from tidemill.api.errors import APIError
+from tidemill.api.errors import APIError, unsupported
 from tidemill.api.http import json_response, read_body
 from tidemill.api.openai import protocol
 from tidemill.api.openai.generation import require_model, require_ready
@@ -21,8 +20,6 @@ from tidemill.wire.messages import (
     ids_to_bytes,
 )
 
-_STARTED = int(time.time())
-
 
 async def tokenize(request: Request) -> Response:
     client: EngineClient = request.app.state.client
@@ -31,14 +28,16 @@ async def tokenize(request: Request) -> Response:
     ready = require_ready(client)
     if (body.prompt is None) == (body.messages is None):
         raise APIError(400, "give either prompt or messages", "prompt")
+    if body.messages is not None and body.add_special_tokens:
+        raise unsupported("add_special_tokens", " with messages: the template adds them")
     call: TokenizeText | TokenizeChat
     if body.messages is not None:
         call = TokenizeChat(
             call=client.new_id(),
             worker=client.worker,
             messages=protocol.plain_messages(body.messages),
-            template_kwargs=body.chat_template_kwargs,
-            add_generation_prompt=body.add_generation_prompt,
+            template_kwargs=body.chat_template_kwargs or {},
+            add_generation_prompt=protocol.adds_generation_prompt(body),
             continue_final_message=body.continue_final_message,
             want_strings=body.return_token_strs,
         )
@@ -92,7 +91,7 @@ def _model(client: EngineClient) -> dict[str, Any]:
     made: dict[str, Any] = {
         "id": client.config.model_name,
         "object": "model",
-        "created": _STARTED,
+        "created": client.started,
         "owned_by": "tidemill",
     }
     if client.ready is not None:
