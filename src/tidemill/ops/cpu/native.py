@@ -222,9 +222,7 @@ class NativeBackend:
         program.run(step_of(batch))
         return qkv[:, :width]
 
-    def attention(
-        self, q: Tensor, batch: Batch, spec: AttentionSpec, kv: NativeKvLayer
-    ) -> Tensor:
+    def attention(self, q: Tensor, batch: Batch, spec: AttentionSpec, kv: NativeKvLayer) -> Tensor:
         program = self._program()
         program.keep(kv)
         out = program.buffer("attention", spec.heads * spec.head_dim, torch.bfloat16)
