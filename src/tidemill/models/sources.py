@@ -32,8 +32,6 @@ class Source(Protocol):
 
     config: DecoderConfig
 
-    def has(self, name: Name) -> bool: ...
-
     def get(self, name: Name, shape: tuple[int, ...]) -> RawWeight:
         """Raises ModelError if the tensor is missing or has another shape."""
 
@@ -86,9 +84,6 @@ class GGUFSource:
             rope = replace(config.rope, factors=tuple(float(f) for f in factors))
             config = replace(config, rope=rope)
         self.config = config
-
-    def has(self, name: Name) -> bool:
-        return name[1] in self._file.tensors
 
     def get(self, name: Name, shape: tuple[int, ...]) -> RawWeight:
         info = self._file.tensors.get(name[1])
@@ -150,9 +145,6 @@ class SafetensorsSource:
             )
         return found
 
-    def has(self, name: Name) -> bool:
-        return name[0] in self._where
-
     def get(self, name: Name, shape: tuple[int, ...]) -> RawWeight:
         if name[0] not in self._where:
             raise ModelError(f"{self._path}: the tensor {name[0]} is missing")
@@ -178,9 +170,6 @@ class DummySource:
     def __init__(self, config: dict[str, Any], where: str, seed: int) -> None:
         self.config = families.from_hf(config, where)
         self._seed = seed
-
-    def has(self, name: Name) -> bool:
-        return True
 
     def get(self, name: Name, shape: tuple[int, ...]) -> RawWeight:
         if len(shape) == 1:
