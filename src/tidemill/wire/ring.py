@@ -25,10 +25,9 @@ and the read from the pipe are full barriers on the path that waits, and on the 
 between the two accesses: more than any processor's reorder window and store buffer hold. Both
 counters are 8-byte aligned and written with one store.
 
-*Epochs.* Each scheduler that attaches raises the epoch in the header, drops the waiting results
-and sends RESET. Records carry the epoch in which they were made; those of an earlier one
-are skipped. So nothing of a scheduler that died reaches its successor, and results of its last
-plans do not either.
+*Epochs.* Each scheduler that attaches raises the epoch in the header and sends RESET. Records
+carry the epoch of the scheduler they come from or go to; those of an earlier one are skipped. So
+what a scheduler left behind when it died reaches neither the runner nor its successor.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ class Kind(IntEnum):
 
 
 class _Queue:
-    """One direction. Only its producer calls `push`, only its consumer `pop` and `drop`."""
+    """One direction. Only its producer calls `push`, only its consumer `pop`."""
 
     def __init__(self, header: memoryview, counters: tuple[int, int], data: I32) -> None:
         self._header = header  # of 64-bit words
@@ -113,10 +112,6 @@ class _Queue:
         words = data[at : at + length].copy()
         header[self._tail] = tail + RECORD_HEAD + length
         return kind, epoch, words
-
-    def drop(self) -> None:
-        """Forget everything that is there."""
-        self._header[self._tail] = self._header[self._head]
 
 
 class _End:
@@ -273,7 +268,6 @@ class SchedulerEnd(_End):
         self._gone: str | None = None
         self._header[_EPOCH] += 1
         self._epoch = self._header[_EPOCH]
-        self._in.drop()
         self._send(Kind.RESET, [EMPTY], self._epoch, self._take_results)
 
     def send(self, plan: StepPlan) -> None:
