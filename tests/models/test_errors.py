@@ -197,7 +197,7 @@ def test_unknown_architecture_in_a_folder(folder: Path) -> None:
         ("num_hidden_layers", "many", "many"),
         ("num_hidden_layers", 0, "num_hidden_layers must be a positive integer, got 0"),
         ("intermediate_size", 80.5, "intermediate_size must be a positive integer, got 80.5"),
-        ("num_attention_heads", 5, "hidden_size 48 does not divide among 5 heads"),
+        ("num_attention_heads", 5, "5 heads do not divide among 2 kv heads"),
         ("num_key_value_heads", 3, "4 heads do not divide among 3 kv heads"),
         ("num_attention_heads", 0, "num_attention_heads must be"),
         ("head_dim", 7, "head_dim 7 is odd"),
