@@ -7,13 +7,13 @@ import random
 from pathlib import Path
 from typing import Any
 
-import gguf_harness as files
 import numpy as np
 import pytest
 from gguf import GGUFWriter
-from model_harness import SHAPE, edit_config, load, make_hf, save
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import gguf_harness as files
+from model_harness import SHAPE, edit_config, load, make_hf, save
 from tidemill.models.loader import read_config
 from tidemill.wire.errors import ModelError
 
