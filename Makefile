@@ -20,7 +20,7 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	$(BIN)/tidemill pull smollm2
-	OMP_NUM_THREADS=2 $(BIN)/python -m pytest tests
+	OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest tests
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check src tests benchmarks examples setup.py
@@ -38,9 +38,9 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml setup.py $(wildcard src/tidemi
 	$(PIP) install -q -c constraints-cpu.txt -e '.[demo]'
 	touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed
+$(VENV)/.installed-dev: $(VENV)/.torch pyproject.toml setup.py $(wildcard src/tidemill/ops/cpu/csrc/*)
 	$(PIP) install -q -c constraints-cpu.txt -e '.[demo,bench,dev]'
-	touch $@
+	touch $(VENV)/.installed $@
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info src/tidemill/ops/cpu/*.so

@@ -68,6 +68,11 @@ def test_completion_forms_agree(client):
     assert "".join(chunk.choices[0].text for chunk in streamed) == text
 
 
+def test_the_default_length_gives_way_to_a_long_prompt(client):
+    made = complete(client, prompt="x" * 510, max_tokens=None)
+    assert made.usage.completion_tokens == 2
+
+
 def test_echo_and_logprobs(client):
     plain = complete(client).choices[0].text
     made = complete(client, echo=True, logprobs=2).choices[0]

@@ -7,6 +7,7 @@ The loop around it, with its ring and its process, is `process.py`.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +36,9 @@ Progress = Callable[[str, float | None], None]
 
 CPU_RUNNING_REQUESTS, GPU_RUNNING_REQUESTS = 64, 256
 CPU_BATCH_TOKENS, GPU_BATCH_TOKENS = 512, 8192
+
+
+MAX_THREADS = 256
 
 
 class ModelRunner:
@@ -197,8 +201,8 @@ class ModelRunner:
         """A prompt and an answer's token through `execute`: what is recorded or compiled on
         first use is so before the first request. Both end in the first page."""
         ready = self.ready
-        length = min(ready.page_size, ready.max_model_len - 1, ready.max_batch_tokens)
-        table = np.array([[0, 0, 0], [0, 1, 0]], dtype=np.int32)[: min(2, ready.num_pages)]
+        length = max(1, min(ready.page_size, ready.max_model_len - 1, ready.max_batch_tokens))
+        table = np.zeros((1, 3), dtype=np.int32)
         init = SlotInit(0, SamplingParams(temperature=1.0), 0, length, ready.max_model_len)
         flags = int(RowFlags.SAMPLE | RowFlags.HOST_TOKENS)
         prompt = np.array([[0, 0, length, flags]], dtype=np.int32)
@@ -218,6 +222,11 @@ def _longest_context(model: DecoderConfig) -> int:
 
 def _load(config: EngineConfig, report: Progress) -> Decoder:
     threads = config.threads or physical_cores()
+    if threads > MAX_THREADS:
+        raise CapacityError(
+            f"--threads {threads} is too many: at most {MAX_THREADS}; this machine has "
+            f"{os.cpu_count()} processors"
+        )
     torch.set_num_threads(threads)
     try:
         backend = make_backend(config.device, config.dtype, threads, config.native)

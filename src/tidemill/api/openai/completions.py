@@ -31,15 +31,17 @@ async def completions(request: Request) -> Response:
     body = protocol.decode(await read_body(request), CompletionRequest)
     require_model(client, body.model)
     params = protocol.sampling_params(body, client.config.max_choices)
-    if params.max_tokens is None:
-        tokens = max(DEFAULT_MAX_TOKENS, params.min_tokens)
-        params = msgspec.structs.replace(params, max_tokens=tokens)
     if body.echo and params.logprobs is not None:
         if params.prompt_logprobs not in (None, params.logprobs):
             raise unsupported("prompt_logprobs", " with echo, unless it equals logprobs")
         params = msgspec.structs.replace(params, prompt_logprobs=params.logprobs)
-    require_ready(client)
+    ready = require_ready(client)
     prompts = await _prompts(client, body)
+    if params.max_tokens is None:
+        # A default must not refuse a prompt that fits.
+        room = ready.max_model_len - max(prompt.length for prompt in prompts)
+        tokens = max(params.min_tokens, min(DEFAULT_MAX_TOKENS, room), 1)
+        params = msgspec.structs.replace(params, max_tokens=tokens)
     job = Job(
         client,
         metrics,
