@@ -12,7 +12,7 @@ namespace {
 class VnniKernel {
  public:
   using Operand = ByteTile;
-  using RowOperand = ByteRow;
+  using RowOperand = QuantizedBlock;
   static constexpr int kTile = 1;
   static constexpr int kRowTile = 1;
   static constexpr int kRows = 12;  // 12 sums, 8 vectors of weights, their scales and minima
@@ -22,13 +22,13 @@ class VnniKernel {
 
   static int block_rows(int64_t left) { return even_block(left, kRows); }
 
-  static Rows<ByteRow> rows_of(const uint16_t* x, ptrdiff_t stride, int rows, int64_t k,
-                               ByteRow* scratch) {
+  static Rows<QuantizedBlock> rows_of(const uint16_t* x, ptrdiff_t stride, int rows, int64_t k,
+                               QuantizedBlock* scratch) {
     return quantize_rows(x, stride, rows, k, scratch);
   }
 
   template <class Aside>
-  void multiply(Rows<ByteRow> a, int rows, const ByteTile* b0, const ByteTile* b1, int64_t k,
+  void multiply(Rows<QuantizedBlock> a, int rows, const ByteTile* b0, const ByteTile* b1, int64_t k,
                 float* c, bool accumulate, Aside) {
     with_rows<kRows>(rows, [&](auto count) {
       constexpr int R = count;
@@ -44,7 +44,7 @@ class VnniKernel {
           const auto min = load<__m512>(b->min);
 #pragma GCC unroll 12
           for (int r = 0; r < R; ++r) {
-            const ByteRow& row = a.at[r * a.stride + i];
+            const QuantizedBlock& row = a.at[r * a.stride + i];
             __m512i dot{};
             for (int v = 0; v < 8; ++v) {
               dot = _mm512_dpbusd_epi32(dot, q[v], _mm512_set1_epi32(load<int>(row.q + 4 * v)));

@@ -11,7 +11,7 @@ namespace {
 class AvxVnniKernel {
  public:
   using Operand = ByteTile;
-  using RowOperand = ByteRow;
+  using RowOperand = QuantizedBlock;
   static constexpr int kTile = 1;
   static constexpr int kRowTile = 1;
   static constexpr int kRows = 6;  // 6 sums in float, 6 in integers, weights and one broadcast
@@ -21,13 +21,13 @@ class AvxVnniKernel {
 
   static int block_rows(int64_t left) { return even_block(left, kRows); }
 
-  static Rows<ByteRow> rows_of(const uint16_t* x, ptrdiff_t stride, int rows, int64_t k,
-                               ByteRow* scratch) {
+  static Rows<QuantizedBlock> rows_of(const uint16_t* x, ptrdiff_t stride, int rows, int64_t k,
+                               QuantizedBlock* scratch) {
     return quantize_rows(x, stride, rows, k, scratch);
   }
 
   template <class Aside>
-  void multiply(Rows<ByteRow> a, int rows, const ByteTile* b0, const ByteTile* b1, int64_t k,
+  void multiply(Rows<QuantizedBlock> a, int rows, const ByteTile* b0, const ByteTile* b1, int64_t k,
                 float* c, bool accumulate, Aside) {
     with_rows<kRows>(rows, [&](auto count) {
       constexpr int R = count;
@@ -52,7 +52,7 @@ class AvxVnniKernel {
             const auto min = load<__m256>(b[i].min + half);
 #pragma GCC unroll 6
             for (int r = 0; r < R; ++r) {
-              const ByteRow& row = a.at[r * a.stride + i];
+              const QuantizedBlock& row = a.at[r * a.stride + i];
               sums[r] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dots[r]), scale * row.scale, sums[r]);
               sums[r] = _mm256_fmadd_ps(min, _mm256_set1_ps(row.sum), sums[r]);
             }

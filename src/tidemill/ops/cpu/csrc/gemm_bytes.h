@@ -1,19 +1,12 @@
-// What the integer GEMM kernels share: rows of x rounded to int8, each 32 of k with their own
-// scale (as llama.cpp rounds activations to Q8), and packed weights as bytes (ByteTile).
-//
-// With x = s q and w = t p + m over a block: sum(x w) = s t sum(q p) + m sum(s q), where sum(q p)
-// is exact in integers.
+// What the integer GEMM kernels share: rows of x rounded to int8 (see QuantizedBlock) and packed
+// weights as bytes (ByteTile).
 #pragma once
 
 #include "gemm_loop.h"
+#include "step_kernels.h"
 
 namespace tidemill {
 namespace {
-
-struct ByteRow {
-  int8_t q[kBlockColumns];
-  float scale, sum;  // sum: of the 32 values scale * q
-};
 
 // The largest magnitude of 32 bf16 values. Without their signs, bf16 values order as integers do.
 TIDEMILL_INLINE float most_of(__m256i low, __m256i high) {
@@ -35,7 +28,7 @@ TIDEMILL_INLINE int sum_of(__m256i bytes) {
   return _mm_cvtsi128_si32(_mm_add_epi32(sums, _mm_shuffle_epi32(sums, 1)));
 }
 
-inline void quantize(const uint16_t* x, ByteRow& to) {
+inline void quantize(const uint16_t* x, QuantizedBlock& to) {
   const float most = most_of(load<__m256i>(x), load<__m256i>(x + 16));
   const __m256 inverse = _mm256_set1_ps(most > 0.0f ? 127.0f / most : 0.0f);
   __m256i q[4];
@@ -53,8 +46,8 @@ inline void quantize(const uint16_t* x, ByteRow& to) {
   to.sum = to.scale * static_cast<float>(sum_of(bytes));
 }
 
-inline Rows<ByteRow> quantize_rows(const uint16_t* x, ptrdiff_t stride, int rows, int64_t k,
-                                   ByteRow* scratch) {
+inline Rows<QuantizedBlock> quantize_rows(const uint16_t* x, ptrdiff_t stride, int rows, int64_t k,
+                                   QuantizedBlock* scratch) {
   const int64_t blocks = k / kBlockColumns;
   for (int r = 0; r < rows; ++r) {
     for (int64_t i = 0; i < blocks; ++i) {

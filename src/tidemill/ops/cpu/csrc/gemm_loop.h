@@ -179,6 +179,9 @@ void gemm_part(const Gemm& g, int thread, int threads, void* scratch) {
   const bool gated = g.output == Gemm::Output::gated;
   const int64_t panels = (w.rows + kPanelRows - 1) / kPanelRows;
   const int64_t pairs = (panels + 1) / 2;
+  const auto panel_of = [&](int64_t pair, int64_t half) {
+    return gated ? pair + half * panels / 2 : 2 * pair + half;
+  };
 
   const Split split = split_work(pairs, g.rows, threads);
   if (thread >= split.across * split.down) return;
@@ -211,11 +214,9 @@ void gemm_part(const Gemm& g, int thread, int threads, void* scratch) {
       const int64_t group_pairs = std::min(group, mine.end - pair0);
       for (int64_t k0 = 0; k0 < w.columns; k0 += k_step) {
         const int64_t k = std::min(k_step, w.columns - k0);
-        for (int64_t i = 0; i < group_pairs; ++i) {
-          const int64_t first = gated ? pair0 + i : 2 * (pair0 + i);
-          const int64_t second = gated ? first + panels / 2 : first + 1;
-          unpack(w, first, k0, k, tiles + i * pair_size);
-          if (second < panels) unpack(w, second, k0, k, tiles + i * pair_size + panel_size);
+        for (int64_t i = 0; i < 2 * group_pairs && !as_it_lies<Operand>(w); ++i) {
+          const int64_t panel = panel_of(pair0 + i / 2, i % 2);
+          if (panel < panels) unpack(w, panel, k0, k, tiles + i * panel_size);
         }
         const int64_t chunk = even_step(k, Kernel::kChunk);
         bool odd = false;
@@ -228,10 +229,17 @@ void gemm_part(const Gemm& g, int thread, int threads, void* scratch) {
           for (int64_t at = 0; at < k; at += chunk, a.at += chunk / kBlockColumns * Kernel::kRowTile) {
             const int64_t depth = std::min(chunk, k - at);
             for (int64_t i = 0; i < group_pairs; ++i) {
-              const Operand* b =
-                  tiles + i * pair_size + at / kBlockColumns * Kernel::kTile;
+              const int64_t tile = at / kBlockColumns * Kernel::kTile;
+              const Operand* b[2] = {tiles + 2 * i * panel_size, tiles + (2 * i + 1) * panel_size};
+              if (as_it_lies<Operand>(w)) {
+                // An odd last panel stands in for the one that is missing beside it.
+                for (int j = 0; j < 2; ++j) {
+                  const int64_t panel = std::min(panel_of(pair0 + i, j), panels - 1);
+                  b[j] = operands_at<Operand>(w, panel, k0);
+                }
+              }
               float* block = c + i * count * 2 * kLanes;
-              kernel.multiply(a, count, b, b + panel_size, depth, block, k0 + at > 0,
+              kernel.multiply(a, count, b[0] + tile, b[1] + tile, depth, block, k0 + at > 0,
                               [&] { pending.step(); });
               if (k0 + at + depth == w.columns) pending.set(row, count, pair0 + i, block);
             }

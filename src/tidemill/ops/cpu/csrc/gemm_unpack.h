@@ -95,10 +95,6 @@ inline void unpack_u8(const uint8_t* q, f32 scale, f32 min, auto* tile) {
   }
 }
 
-inline void unpack_bf16(const uint8_t* pairs, uint16_t* tile) {
-  std::memcpy(tile, pairs, block_bytes(Format::bf16));
-}
-
 inline void unpack_bf16(const uint8_t* pairs, float* tile) {
   for (int i = 0; i < kBlockColumns / 2; ++i) {
     const u32 pair = load<u32>(pairs + 64 * i);
@@ -112,10 +108,12 @@ inline void unpack(const PackedWeight& w, int64_t panel, int64_t k0, int64_t k, 
   const uint8_t* at = w.data + (panel * (w.columns / kBlockColumns) + k0 / kBlockColumns) * size;
   for (int64_t block = 0; block < k / kBlockColumns; ++block, at += size) {
     prefetch_block(at, size);
-    if (w.format == Format::bf16) {
-      unpack_bf16(at, tile);
-      tile += kPanelRows * kBlockColumns;
-      continue;
+    if constexpr (std::is_same_v<Operand, float>) {
+      if (w.format == Format::bf16) {
+        unpack_bf16(at, tile);
+        tile += kPanelRows * kBlockColumns;
+        continue;
+      }
     }
     const f32 scale = from_f16(at), min = from_f16(at + 32);
     if (w.format == Format::u4) {
@@ -125,6 +123,17 @@ inline void unpack(const PackedWeight& w, int64_t panel, int64_t k0, int64_t k, 
     }
     tile += kPanelRows * kBlockColumns;
   }
+}
+
+// Whether packed panels are operand tiles already, and where they lie.
+template <class Operand>
+constexpr bool as_it_lies(const PackedWeight& w) {
+  return std::is_same_v<Operand, uint16_t> && w.format == Format::bf16;
+}
+
+template <class Operand>
+inline const Operand* operands_at(const PackedWeight& w, int64_t panel, int64_t k) {
+  return reinterpret_cast<const Operand*>(w.data) + (panel * w.columns + k) * kPanelRows;
 }
 
 }  // namespace
