@@ -48,6 +48,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Maker:
             pytest.skip(str(error))
         for packed in (library.U4, library.U8, library.BF16):
             backend._library.tidemill_set_few_rows(backend._engine, packed, 1 << 20)
+            backend.few_rows[packed] = 1 << 20  # as if measured
         return backend
 
     return made
@@ -352,8 +353,8 @@ class SmallModel:
             (pack(128, 64), pack(64, 64), pack(2 * 96, 64), pack(64, 96)) for _ in range(2)
         ]
         self.norm = floats(rng, self.hidden).abs()
-        self.rope = floats(rng, 100, 16)
-        self.kv = backend.allocate_kv(self.spec, 2, 40, 4)
+        self.rope = floats(rng, 400, 16)
+        self.kv = backend.allocate_kv(self.spec, 2, 400, 4)
 
     def forward(self, batch: Batch) -> Tensor:
         ops, norm, eps = self.ops, self.norm, 1e-5
@@ -368,7 +369,7 @@ class SmallModel:
 
 
 def small_batch(rng: np.random.Generator, rows: int, context: int) -> Batch:
-    tables = [[(row * 5 + i) % 40 for i in range(-(-context // 4))] for row in range(rows)]
+    tables = [[row * 4 + i for i in range(-(-context // 4))] for row in range(rows)]
     batch = decode_batch(tables, [context] * rows, 4)
     batch.ids = int32(rng.integers(0, SmallModel.vocab, rows))
     return batch
@@ -377,15 +378,30 @@ def small_batch(rng: np.random.Generator, rows: int, context: int) -> Batch:
 def test_recorded_program_equals_its_operators(
     backend: NativeBackend, rng: np.random.Generator
 ) -> None:
-    """One recording serves all numbers of rows, smaller and larger ones than it was made with."""
+    """One recording serves all numbers of rows, smaller and larger ones than it was made with,
+    and contexts that are cut into spans, which every layer puts together anew."""
     model = SmallModel(backend, rng)
     graph = backend.graph(model.forward)
-    for rows, context in [(3, 1), (1, 2), (8, 3), (2, 9), (8, 10)]:
+    for rows, context in [(3, 1), (1, 2), (8, 3), (100, 1), (2, 9), (1, 300), (1, 390)]:
         batch = small_batch(rng, rows, context)
         recorded = graph(batch).clone()
         assert recorded.shape == (rows, model.vocab)
-        # Measured at the first call; the operators alone then take the same kernels.
         assert torch.equal(recorded, model.forward(batch))
+
+
+def test_kernels_change_at_a_measured_number_of_rows(make: Maker, rng: np.random.Generator) -> None:
+    backend = make()
+    backend.few_rows.clear()
+    model = SmallModel(backend, rng)
+    graph = backend.graph(model.forward)
+    batch = small_batch(rng, 70, 1)
+    measured = graph(batch).clone()
+    assert backend.few_rows.keys() == {library.U4, library.U8}
+    assert set(backend.few_rows.values()) <= {0, 8, 16, 32, 64}
+    # 70 rows are many: the other kernels, which round differently.
+    few = SmallModel(make(), np.random.default_rng(0)).forward(batch)
+    assert torch.allclose(measured, few, rtol=0.1, atol=0.1 * float(measured.std()))
+    assert not torch.equal(measured, few)
 
 
 def test_only_wanted_logits_are_made(make: Maker, rng: np.random.Generator) -> None:
