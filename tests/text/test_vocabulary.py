@@ -79,7 +79,10 @@ def test_a_folder_without_a_tokenizer(tmp_path):
     (tmp_path / "config.json").write_text('{"vocab_size": 1000, "eos_token_id": 7}')
     dummy = vocabulary.load(EngineConfig(model=str(tmp_path), load_format="dummy"))
     assert dummy.decode([65, 256, 999], True) == "A 256 999"
-    assert (dummy.size, dummy.eos_ids) == (1000, (7,))
+    assert (dummy.size, dummy.eos_ids, dummy.template) == (1000, (7,), None)
+    (tmp_path / "template").write_text("a template")
+    named = {"load_format": "dummy", "chat_template": str(tmp_path / "template")}
+    assert vocabulary.load(EngineConfig(model=str(tmp_path), **named)).template == "a template"
 
 
 @pytest.mark.parametrize("begins", [True, False])

@@ -61,7 +61,9 @@ def load(path: Path) -> GGUFTokenizer:
     metadata = GGUFFile(path).metadata
     try:
         return _build(path, metadata)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
+    except ModelError:
+        raise
+    except Exception as error:  # the tokenizers package raises nothing more specific
         raise ModelError(
             f"{path}: the tokenizer's metadata makes no sense ({type(error).__name__}: {error}); "
             "fetch the file again, or name a tokenizer.json with --tokenizer"

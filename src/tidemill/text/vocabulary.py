@@ -63,23 +63,44 @@ def load(config: EngineConfig) -> Vocabulary:
         found = sorted(source.glob("*.gguf"))
         source = found[0] if len(found) == 1 else source
     if source.suffix == ".gguf" or _is_gguf(source):
-        made = gguf_tokenizer.load(source)
-        tokenizer, template, tokens = made.tokenizer, made.template, made.template_tokens
-        eos_ids = made.eos_ids
+        vocab = _from_gguf(source)
     elif (file := source / "tokenizer.json" if source.is_dir() else source).exists():
-        tokenizer = _from_file(file)
-        settings = _json(file.parent / "tokenizer_config.json")
-        tokens = _named_tokens(file.parent, settings)
-        template = _template(file.parent, settings)
-        _apply_bos(tokenizer, settings.get("add_bos_token"), tokens.get("bos_token"))
-        eos_ids = _eos_ids(file.parent, tokenizer, tokens)
+        vocab = _from_json(file)
     elif config.load_format == "dummy":
-        return _dummy(source)
+        vocab = _dummy(source)
     else:
         raise ModelError(f"{source} has no tokenizer.json; name one with --tokenizer")
     if config.chat_template is not None:
-        template = _read(Path(config.chat_template))
-    special, token_bytes, strips = _token_bytes(tokenizer, str(source))
+        vocab.template = _read(Path(config.chat_template))
+    return vocab
+
+
+def _from_gguf(path: Path) -> Vocabulary:
+    made = gguf_tokenizer.load(path)
+    special, token_bytes, strips = _token_bytes(made.tokenizer, str(path))
+    return Vocabulary(
+        made.tokenizer,
+        token_bytes,
+        special,
+        made.eos_ids,
+        strips,
+        made.template,
+        made.template_tokens,
+    )
+
+
+def _from_json(path: Path) -> Vocabulary:
+    """From a tokenizer.json and what lies beside it."""
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the package raises nothing more specific
+        raise ModelError(f"{path}: not a tokenizer: {error}") from None
+    settings = _json(path.parent / "tokenizer_config.json")
+    tokens = _named_tokens(path.parent, settings)
+    _apply_bos(tokenizer, settings.get("add_bos_token"), tokens.get("bos_token"))
+    special, token_bytes, strips = _token_bytes(tokenizer, str(path))
+    eos_ids = _eos_ids(path.parent, tokenizer, tokens)
+    template = _template(path.parent, settings)
     return Vocabulary(tokenizer, token_bytes, special, eos_ids, strips, template, tokens)
 
 
@@ -99,13 +120,6 @@ def _is_gguf(path: Path) -> bool:
         return False
     with path.open("rb") as file:
         return file.read(4) == b"GGUF"
-
-
-def _from_file(path: Path) -> Tokenizer:
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # the package raises nothing more specific
-        raise ModelError(f"{path}: not a tokenizer: {error}") from None
 
 
 def _token_bytes(tokenizer: Tokenizer, where: str) -> tuple[frozenset[int], list[bytes], bool]:
