@@ -81,10 +81,11 @@ async def one_life(
             upcoming = min((at for at in kills if at >= step), default=None)
             texts = engine.step()
             if upcoming is None or step < upcoming - lost:
-                await engine.deliver(client, texts)
+                engine.send(texts)
             elif late:
                 held = texts
             if step == upcoming:
+                await engine.deliver(client, [])  # what was sent has come
                 for name in kills[step]:
                     await engine.kill(client, name)
                 expected = client.open_requests
@@ -93,6 +94,8 @@ async def one_life(
                 if late and lost:
                     await engine.deliver(client, held)
                 # The server resubmits before it answers what is asked later.
+                await engine.deliver(client, [])
+            if not engine.running:
                 await engine.deliver(client, [])
             step += 1
             assert step < 10 * TOKENS

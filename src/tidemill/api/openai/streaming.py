@@ -6,6 +6,7 @@ join.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import Any, Protocol
 
@@ -16,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from tidemill.api import errors
 from tidemill.api.errors import APIError
-from tidemill.api.http import json_response, while_connected
+from tidemill.api.http import ClientGone, json_response, while_connected
 from tidemill.api.metrics import ServerMetrics
 from tidemill.api.openai.generation import Job
 from tidemill.wire.messages import TextDelta
@@ -73,7 +74,8 @@ class EventStream(Response):
         self.init_headers(headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await while_connected(receive, self._write(send))
+        with contextlib.suppress(ClientGone):  # there is nobody left to tell
+            await while_connected(receive, self._write(send))
 
     async def _write(self, send: Send) -> None:
         started = False
