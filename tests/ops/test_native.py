@@ -18,6 +18,7 @@ from tidemill.ops.cpu import library
 from tidemill.ops.cpu.native import KERNELS_VARIABLE, NativeBackend
 from tidemill.ops.quant import dequantize
 from tidemill.ops.reference import ReferenceBackend
+from tidemill.ops.select import make_backend
 
 Array = npt.NDArray[np.float64]
 Maker = Callable[..., NativeBackend]
@@ -463,6 +464,22 @@ def test_idle_threads_take_no_time(make: Maker, rng: np.random.Generator) -> Non
 
 
 # --- refusals -----------------------------------------------------------------------------------
+
+
+def test_models_of_other_sizes_run_on_torch(make: Maker, caplog: pytest.LogCaptureFixture) -> None:
+    make()  # skips where the library does not run
+
+    def chosen(head_dim: int, intermediate: int, native: bool = True) -> str:
+        spec = AttentionSpec(2, 1, head_dim, 1.0)
+        backend = make_backend("cpu", "auto", 1, native, attention=spec, intermediate=intermediate)
+        return type(backend).__name__
+
+    assert chosen(64, 160) == "NativeBackend"
+    assert not caplog.records
+    assert chosen(40, 160) == chosen(272, 160) == chosen(64, 24) == "TorchCpuBackend"
+    assert "head_dim 40" in caplog.text
+    assert "intermediate size 24" in caplog.text
+    assert chosen(64, 160, native=False) == "TorchCpuBackend"
 
 
 def test_unsupported_sizes_are_named(make: Maker, rng: np.random.Generator) -> None:

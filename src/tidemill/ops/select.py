@@ -6,18 +6,26 @@ import logging
 
 import torch
 
-from tidemill.ops.backend import Backend
+from tidemill.ops.backend import AttentionSpec, Backend
 from tidemill.ops.reference import ReferenceBackend
 
 log = logging.getLogger(__name__)
 
 
-def make_backend(device: str, dtype: str, threads: int, native: bool = True) -> Backend:
+def make_backend(
+    device: str,
+    dtype: str,
+    threads: int,
+    native: bool = True,
+    *,
+    attention: AttentionSpec | None = None,
+    intermediate: int = 0,
+) -> Backend:
     """A backend for `config.device` and `config.dtype`.
 
     On a CPU: plain torch for float32, the exact mode; else the native kernels, or torch's own
-    where those were not built, this CPU cannot run them or `native` is False. `threads` is the
-    number that compute.
+    where those were not built, this CPU cannot run them, they do not take the model's sizes
+    (`attention`, `intermediate`) or `native` is False. `threads` is the number that compute.
     Raises ValueError for a device or dtype that it has no backend for.
     """
     if device not in ("auto", "cpu"):
@@ -28,12 +36,15 @@ def make_backend(device: str, dtype: str, threads: int, native: bool = True) -> 
         raise ValueError(f"dtype {dtype!r} is not supported on a CPU; there are float32, bfloat16")
     if native:
         from tidemill.ops.cpu.library import Unavailable
-        from tidemill.ops.cpu.native import NativeBackend
+        from tidemill.ops.cpu.native import NativeBackend, unsupported
 
         try:
-            return NativeBackend(threads)
-        except Unavailable as reason:
-            log.warning("native CPU kernels are not used: %s", reason)
+            reason = unsupported(attention, intermediate) if attention is not None else None
+            if reason is None:
+                return NativeBackend(threads)
+        except Unavailable as error:
+            reason = str(error)
+        log.warning("native CPU kernels are not used: %s", reason)
     from tidemill.ops.cpu.torch_backend import TorchCpuBackend
 
     return TorchCpuBackend()

@@ -228,12 +228,19 @@ def _load(config: EngineConfig, report: Progress) -> Decoder:
             f"{os.cpu_count()} processors"
         )
     torch.set_num_threads(threads)
+    model = read_config(config.model, config.load_format)
     try:
-        backend = make_backend(config.device, config.dtype, threads, config.native)
+        backend = make_backend(
+            config.device,
+            config.dtype,
+            threads,
+            config.native,
+            attention=model.attention(0),
+            intermediate=model.intermediate,
+        )
     except ValueError as error:
         raise EngineError(str(error)) from error
     memory.check_weights(Path(config.model), memory.available_memory(backend.device))
-    model = read_config(config.model, config.load_format)
     return load_model(
         config.model,
         config.load_format,

@@ -54,6 +54,15 @@ class NativeKvLayer:
     layer: int
 
 
+def unsupported(spec: AttentionSpec, intermediate: int) -> str | None:
+    """Which of a model's sizes the kernels do not take, if any."""
+    if spec.head_dim % 16 or spec.head_dim > 256:
+        return f"head_dim {spec.head_dim} is not a multiple of 16 up to 256"
+    if intermediate % 16:
+        return f"intermediate size {intermediate} is not a multiple of 16"
+    return None
+
+
 class NativeBackend:
     """See `backend.Backend` for the operators' contracts.
 
@@ -124,11 +133,8 @@ class NativeBackend:
         return to_tensor([raw], torch.float32)
 
     def allocate_kv(self, spec: AttentionSpec, layers: int, pages: int, page_size: int) -> NativeKv:
-        if spec.head_dim % 16 or spec.head_dim > 256:
-            raise ValueError(
-                f"head_dim {spec.head_dim} is not a multiple of 16 up to 256, which is what the "
-                "native CPU kernels take"
-            )
+        if reason := unsupported(spec, 0):
+            raise ValueError(f"native CPU kernels: {reason}")
         shape = (pages, layers, 2, spec.kv_heads, page_size, spec.head_dim)
         count = int(np.prod(shape, dtype=np.int64))
         # Untouched pages take no memory.
@@ -245,9 +251,7 @@ class NativeBackend:
     ) -> Tensor:
         inner = weight.shape[0] // 2
         if inner % 16:
-            raise ValueError(
-                f"the native CPU kernels take an intermediate size in multiples of 16, not {inner}"
-            )
+            raise ValueError(f"native CPU kernels: {inner} outputs are not a multiple of 16")
         program = self._program()
         out = program.buffer("gated_mlp_in", inner, torch.bfloat16)
         number = library.ACTIVATIONS[activation]
