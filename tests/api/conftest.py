@@ -8,8 +8,10 @@ from served import serve_tiny
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
-    """A server with a tiny random model, a small KV cache and a short context."""
+    """A server with a tiny random model and a short context, in the exact mode: whatever shares a
+    batch, and whatever comes from the prefix cache, the same request gets the same answer."""
     flags = ("--max-model-len", "512", "--max-choices", "16", "--max-body-bytes", "100000")
+    flags += ("--dtype", "float32")
     with serve_tiny(tmp_path_factory.mktemp("tiny"), *flags) as served:
         yield served
 

@@ -69,6 +69,10 @@ BOTH = [
     ({"stop_token_ids": [2**40]}, "stop_token_ids"),
     ({"logit_bias": {"256": 1}}, "logit_bias"),
     ({"logit_bias": {"a": 1}}, "logit_bias"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias"),
+    ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+    ({"logit_bias": {"1": None}}, "logit_bias"),
+    ({"max_tokens": None, "min_tokens": 600}, "min_tokens"),
     ({"logit_bias": {"1": 101}}, "logit_bias"),
     ({"seed": 2**70}, "seed"),
     ({"seed": "x"}, "seed"),
@@ -80,7 +84,16 @@ BOTH = [
     ({"priority": 2**40}, "priority"),
     ({"no_such_field": 1}, "no_such_field"),
     ({"model": 3}, "model"),
+    ({"model": None}, "model"),
     ({"store": True}, "store"),
+    ({"service_tier": "priority"}, "service_tier"),
+    ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+    (
+        {"stream": True, "stream_options": {"include_obfuscation": True}},
+        "stream_options.include_obfuscation",
+    ),
+    ({"skip_special_tokens": None}, "skip_special_tokens"),
+    ({"metadata": [1]}, "metadata"),
 ]
 ONLY_CHAT = [
     ({"messages": []}, "messages"),
@@ -103,6 +116,12 @@ ONLY_CHAT = [
     ({"logprobs": 3}, "logprobs"),
     ({"tools": [{"type": "function"}]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
+    ({"functions": [{"name": "f"}]}, "functions"),
+    ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ({"prediction": {"type": "content"}}, "prediction"),
+    ({"audio": {"voice": "x"}}, "audio"),
+    ({"prompt": "hi"}, "prompt"),
+    ({"messages": [{"role": "user", "content": "x", "images": []}]}, "messages[...].images"),
     ({"max_completion_tokens": 3}, "max_completion_tokens"),
     ({"modalities": ["audio"]}, "modalities"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
@@ -123,6 +142,9 @@ ONLY_TEXT = [
     ({"suffix": "x"}, "suffix"),
     ({"best_of": 3}, "best_of"),
     ({"prompt": {"a": 1}}, "prompt"),
+    ({"messages": MESSAGES}, "messages"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"echo": True, "logprobs": 1, "prompt_logprobs": 2}, "prompt_logprobs"),
 ]
 CASES = [(path, change, param) for change, param in BOTH for path in (CHAT, TEXT)]
 CASES += [(CHAT, *case) for case in ONLY_CHAT] + [(TEXT, *case) for case in ONLY_TEXT]
@@ -142,11 +164,77 @@ def test_numbers_that_are_none(tiny, text):
     assert tiny.post(TEXT, data.encode())[0] == 400
 
 
-def test_missing_fields(tiny):
-    for path in (CHAT, TEXT):
+def test_missing_and_unknown_fields(tiny):
+    for path, field in ((CHAT, "messages"), (TEXT, "prompt")):
         status, made = tiny.post(path, {"model": "tiny"})
         assert status == 400
-        assert made["error"]["param"] in ("messages", "prompt")
+        assert (made["error"]["param"], made["error"]["code"]) == (field, "missing_parameter")
+        _, made = tiny.post(path, body(path, temprature=1))
+        assert made["error"]["code"] == "unknown_parameter"
+        assert "temprature" in made["error"]["message"]
+
+
+WRONG_TOKENS = [
+    ("/tokenize", {}, "prompt"),
+    ("/tokenize", {"prompt": "x", "messages": MESSAGES}, "prompt"),
+    ("/tokenize", {"prompt": 3}, "prompt"),
+    ("/tokenize", {"messages": MESSAGES, "add_special_tokens": True}, "add_special_tokens"),
+    ("/tokenize", {"messages": [{"role": "pirate", "content": "arr"}]}, "messages[0].role"),
+    ("/detokenize", {}, "tokens"),
+    ("/detokenize", {"tokens": "x"}, "tokens"),
+    ("/detokenize", {"tokens": [-1]}, "tokens"),
+    ("/detokenize", {"tokens": [256]}, "tokens"),
+    ("/detokenize", {"tokens": [2**40]}, "tokens"),
+]
+
+
+@pytest.mark.parametrize(("path", "data", "param"), WRONG_TOKENS, ids=str)
+def test_wrong_tokenize_calls(tiny, path, data, param):
+    status, made = tiny.post(path, data)
+    assert status == 400, made
+    assert made["error"]["param"] == param
+
+
+def test_fields_that_ask_for_nothing(tiny):
+    nothing = {"user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto"}
+    nothing |= {"stop": None, "logit_bias": None, "seed": None, "n": None, "stream": None}
+    nothing |= {"response_format": {"type": "text"}, "prompt_cache_key": "k"}
+    chat = {"tools": [], "tool_choice": "none", "modalities": ["text"], "audio": None}
+    for path, more in ((CHAT, chat), (TEXT, {"suffix": None, "best_of": 1, "echo": None})):
+        status, made = tiny.post(path, body(path, **nothing | more))
+        assert status == 200, made
+
+
+def test_bytes_that_are_no_text(tiny):
+    data = json.dumps(body(TEXT)).encode().replace(b'"hi"', b'"\xff\xfe"')
+    assert tiny.post(TEXT, data)[0] == 400
+
+
+def test_content_types(tiny):
+    host, port = tiny.url.removeprefix("http://").split(":")
+    data = json.dumps(body(TEXT))
+    for kind, status in (
+        ("application/json; charset=utf-8", 200),
+        ("text/plain", 200),
+        (None, 200),
+        ("multipart/form-data; boundary=x", 415),
+        ("application/x-www-form-urlencoded", 415),
+    ):
+        connection = http.client.HTTPConnection(host, int(port), timeout=10)
+        connection.request("POST", TEXT, data, {} if kind is None else {"Content-Type": kind})
+        answer = connection.getresponse()
+        assert answer.status == status, kind
+        assert status == 200 or json.loads(answer.read())["error"]["message"]
+        connection.close()
+
+
+def test_refusals_are_counted(tiny):
+    name = 'tidemill_requests_total{endpoint="chat",outcome="refused"}'
+    before = tiny.metric(name)
+    tiny.post(CHAT, b"{")
+    tiny.post(CHAT, body(CHAT, n=0))
+    tiny.post(CHAT, body(CHAT, model="gpt-9"))
+    assert tiny.metric(name) == before + 3
 
 
 def test_context_length_names_both_numbers(tiny):

@@ -47,6 +47,49 @@ def test_chat_and_its_stream_agree(client):
     assert all(chunk.usage is None for chunk in chunks[:-1])
 
 
+def test_the_async_client(tiny, client):
+    whole = chat(client, logprobs=True)
+
+    async def go():
+        async with openai.AsyncOpenAI(base_url=f"{tiny.url}/v1", api_key="none") as aclient:
+            settings = {"model": "tiny", "messages": MESSAGES, "temperature": 0, "max_tokens": 12}
+            settings["extra_body"] = {"ignore_eos": True}
+            made = await aclient.chat.completions.create(**settings)
+            text = ""
+            async for chunk in await aclient.chat.completions.create(**settings, stream=True):
+                text += chunk.choices[0].delta.content or ""
+            return made.choices[0].message.content, text
+
+    assert asyncio.run(go()) == (whole.choices[0].message.content,) * 2
+
+
+def test_errors_have_the_client_s_types(client):
+    with pytest.raises(openai.NotFoundError) as missing:
+        chat(client, model="gpt-9")
+    assert missing.value.code == "model_not_found"
+    for stream in (True, False):
+        with pytest.raises(openai.BadRequestError) as wrong:
+            chat(client, max_tokens=600, stream=stream)
+        assert (wrong.value.code, wrong.value.param) == ("context_length_exceeded", "max_tokens")
+
+
+def test_text_is_not_cut_inside_characters(client):
+    """Random weights write bytes that are rarely UTF-8: what is no character becomes U+FFFD, and
+    a stream says the same as a whole answer."""
+    whole = complete(client, max_tokens=200, temperature=1, seed=3).choices[0].text
+    chunks = complete(client, max_tokens=200, temperature=1, seed=3, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == whole
+
+
+def test_continuing_a_message(tiny, client):
+    messages = [*MESSAGES, {"role": "assistant", "content": "Well"}]
+    _, made = tiny.post("/tokenize", {"messages": messages, "continue_final_message": True})
+    prompt = bytes(made["tokens"]).decode()
+    assert prompt.endswith("assistant: Well")
+    continued = chat(client, messages=messages, extra_body={"continue_final_message": True})
+    assert continued.usage.prompt_tokens == len(prompt)
+
+
 def test_continuous_usage(client):
     options = {"include_usage": True, "continuous_usage_stats": True}
     counts = [

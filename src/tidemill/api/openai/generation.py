@@ -68,7 +68,7 @@ def fit(params: SamplingParams, prompt: Prompt, ready: RunnerReady, param: str) 
     wanted = params.max_tokens or max(1, params.min_tokens)
     if wanted > room:
         asked = f"{wanted} for the answer" if wanted > 1 else "room for an answer"
-        wrong = "max_tokens" if params.max_tokens else "min_tokens"
+        wrong = "min_tokens" if params.min_tokens == wanted else "max_tokens"
         raise APIError(
             400,
             f"this model's context is {ready.max_model_len} tokens; the prompt has "
