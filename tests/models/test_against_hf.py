@@ -9,18 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from model_harness import (
-    SHAPE,
-    Sequences,
-    edit_config,
-    feed_in_chunks,
-    hf_logits,
-    ids_of,
-    load,
-    make_hf,
-    relative,
-    save,
-)
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -33,6 +21,18 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from model_harness import (
+    SHAPE,
+    Sequences,
+    edit_config,
+    feed_in_chunks,
+    hf_logits,
+    ids_of,
+    load,
+    make_hf,
+    relative,
+    save,
+)
 from tidemill.models.decoder import Decoder
 from tidemill.models.loader import read_config
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import gguf_harness as files
 import numpy as np
 import pytest
 import torch
-from model_harness import Sequences, hf_logits, ids_of, load, relative
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+import gguf_harness as files
+from model_harness import Sequences, hf_logits, ids_of, load, relative
 from tidemill.models.loader import read_config
 
 TOLERANCE = 1e-4

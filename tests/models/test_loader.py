@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import gguf_harness as files
 import pytest
 import torch
-from model_harness import Sequences, ids_of, load, reference
 
+import gguf_harness as files
+from model_harness import Sequences, ids_of, load, reference
 from tidemill.models.loader import load_model, read_config
 
 LLAMA = {

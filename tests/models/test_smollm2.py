@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from model_harness import Sequences, hf_logits, load, relative
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from model_harness import Sequences, hf_logits, load, relative
 from tidemill.config import EngineConfig
 from tidemill.models.decoder import Decoder
 from tidemill.text import vocabulary
