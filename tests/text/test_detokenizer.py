@@ -3,6 +3,9 @@ delivered continues it exactly."""
 
 from __future__ import annotations
 
+import codecs
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -127,88 +130,93 @@ def test_an_unfinished_character_is_replaced_at_the_end(byte_level):
     assert deltas[-1].text == "A\ufffd"
 
 
-STOPS = ["the", "END", "A", " t", "xx", "é"]
+STOPS = ["the", "EN", "END", "EE", " t", "xx", "é", "xéx", "the the"]
+
+
+def texts_of(vocab):
+    """Tokens that make stop strings likely, across tokens and within them; a few of all kinds."""
+    known = {raw: token for token, raw in enumerate(vocab.token_bytes)}
+    pieces = [b"t", b"h", b"e", b"E", b"N", b"D", b"x", b" ", b"th", b"the", b" the", b"END"]
+    pieces += ["é".encode(), *(bytes([byte]) for byte in "é🎉".encode())]
+    likely = st.sampled_from([known[piece] for piece in pieces])
+    word = st.sampled_from(STOPS).map(lambda stop: list(stop.encode()))  # ids 0 … 255 are bytes
+    token = st.one_of(likely, likely, st.integers(0, vocab.size - 1)).map(lambda one: [one])
+    return st.lists(st.one_of(token, word), max_size=16).map(
+        lambda some: list(itertools.chain.from_iterable(some))
+    )
+
+
+def stops():
+    return st.lists(st.sampled_from(STOPS), min_size=1, max_size=3, unique=True).map(tuple)
+
+
+def so_far(vocab, tokens):
+    """The text of tokens that others may follow: a begun character is not there yet."""
+    raw = b"".join(vocab.token_bytes[t] for t in tokens if t not in vocab.special)
+    return codecs.getincrementaldecoder("utf-8")(errors="replace").decode(raw)
+
+
+def expected_stop(vocab, tokens, params):
+    """Naive: after each token, does what came since `min_tokens` hold a stop string? Returns
+    text, stop string and number of tokens."""
+    free = len(so_far(vocab, tokens[: max(0, params.min_tokens - 1)]))
+    for count in range(max(1, params.min_tokens), len(tokens) + 1):
+        whole = so_far(vocab, tokens[:count])
+        found = [(whole.find(s, free), -len(s), s) for s in params.stop if s in whole[free:]]
+        if found:
+            at, _, stop = min(found)
+            return whole[: at + len(stop) * params.include_stop_str_in_output], stop, count
+    return vocab.decode(tokens, True), None, len(tokens)
+
+
+@settings(max_examples=500, deadline=None)
+@given(data=st.data())
+def test_stop_strings_against_a_naive_search(data, byte_level):
+    vocab = byte_level
+    tokens = data.draw(texts_of(vocab))
+    params = SamplingParams(
+        stop=data.draw(stops()),
+        include_stop_str_in_output=data.draw(st.booleans()),
+        min_tokens=data.draw(st.sampled_from([0, 0, 1, 3, 10])),
+    )
+    deltas, stopped = run(vocab, chunked(data, tokens), params)
+    text, stop, count = expected_stop(vocab, tokens, params)
+    assert "".join(delta.text for delta in deltas) == text
+    assert [delta.finish for delta in deltas] == [None] * (len(deltas) - 1) + [
+        "length" if stop is None else "stop"
+    ]
+    assert [s.rid for s in stopped] == ([] if stop is None else [RID])
+    assert deltas[-1].stop_reason == stop
+    assert deltas[-1].generated == count
 
 
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
-def test_stop_strings_against_a_naive_search(data, byte_level):
+def test_a_resume_at_every_point_gives_the_same_text(data, byte_level):
+    """The process dies after each token in turn; another starts from the delivered ids."""
     vocab = byte_level
-    stops = tuple(data.draw(st.lists(st.sampled_from(STOPS), min_size=1, max_size=3, unique=True)))
-    include = data.draw(st.booleans())
-    pieces = st.one_of(
-        st.integers(0, vocab.size - 1), st.sampled_from([ord(c) for c in "theENDxA "])
-    )
-    tokens = data.draw(st.lists(pieces, max_size=30))
-    params = SamplingParams(stop=stops, include_stop_str_in_output=include)
-    deltas, stopped = run(vocab, chunked(data, tokens), params)
-    text = "".join(delta.text for delta in deltas)
-    # Naive: after each token, does the whole text so far hold a stop string?
-    expected, reason, count = vocab.decode(tokens, True), None, len(tokens)
-    for length in range(1, len(tokens) + 1):
-        whole = b"".join(
-            vocab.token_bytes[t] for t in tokens[:length] if t not in vocab.special
-        ).decode("utf-8", errors="ignore")
-        found = [(whole.find(s), -len(s), s) for s in stops if s in whole]
-        if found:
-            at, _, reason = min(found)
-            expected, count = whole[: at + len(reason) if include else at], length
-            break
-    if reason is not None and "\ufffd" in expected:
-        return  # the naive search drops broken bytes; where it matters it cannot tell
-    if reason is None:
+    tokens = data.draw(texts_of(vocab))
+    params = SamplingParams(stop=data.draw(stops()), min_tokens=data.draw(st.integers(0, 6)))
+    expected, _, count = expected_stop(vocab, tokens, params)
+    for cut in range(count):
+        text, delivered = live(vocab, params, tokens[:cut])
+        assert vocab.decode(delivered, True) == text[: len(vocab.decode(delivered, True))]
+        rest, ended = tokens[len(delivered) :], RequestEnd(rid=RID, reason="length")
+        text, _ = live(vocab, params, rest, ended, delivered, text)
         assert text == expected
-        assert not stopped
-        assert deltas[-1].finish == "length"
-    elif "\ufffd" not in text:
-        assert text == expected
-        assert [s.rid for s in stopped] == [RID]
-        assert deltas[-1].finish == "stop"
-        assert deltas[-1].stop_reason == reason
-        assert deltas[-1].generated == count
 
 
-@settings(max_examples=200, deadline=None)
-@given(data=st.data())
-def test_resume_from_the_delivered_ids_gives_the_rest(data, byte_level):
-    vocab = byte_level
-    params = SamplingParams(stop=("END", "th"), min_tokens=data.draw(st.integers(0, 6)))
-    tokens = data.draw(ids_of(vocab))
-    whole, _ = run(vocab, [[t] for t in tokens] or [[]], params)
-    expected = "".join(delta.text for delta in whole)
-
-    cut = data.draw(st.integers(0, len(tokens)))
-    first, delivered, text = Detokenizer(vocab), [], ""
-    ended = False
-    texts, _ = first.handle(batch(starts=[start(params)]))
-    for token in tokens[:cut]:
-        texts, _ = first.handle(batch([token]))
-        for delta in (d for t in texts.values() for d in t.deltas):
-            text += delta.text
-            delivered += list(bytes_to_ids(delta.ids))
-            ended = ended or delta.finish is not None
-    if ended:
-        assert text == expected
-        return
-    # The process dies; another one starts from the delivered ids.
-    second = Detokenizer(vocab)
-    rest = tokens[len(delivered) :]
-    end = RequestEnd(rid=RID, reason="length")
-    out = []
-    for number, token in enumerate([*rest, None]):
-        made, _ = second.handle(
-            batch(
-                [] if token is None else [token],
-                starts=[start(params, delivered, attempt=1)] if number == 0 else [],
-                end=end if token is None else None,
-            )
-        )
-        out += [d for t in made.values() for d in t.deltas]
-    for delta in out:
-        assert delta.attempt == 1
-        assert delta.offset <= len(text)
-        text += delta.text[len(text) - delta.offset :]
-    assert text == expected
+def live(vocab, params, tokens, end=None, resumed=(), text=""):
+    """One detokenizer's life. Returns the text that the server has, and the ids delivered."""
+    detokenizer, delivered = Detokenizer(vocab), list(resumed)
+    batches = [batch(starts=[start(params, resumed, attempt=int(bool(text)))])]
+    batches += [batch([token]) for token in tokens] + [batch(end=end)]
+    for each in batches:
+        for delta in (d for made in detokenizer.handle(each)[0].values() for d in made.deltas):
+            assert delta.offset <= len(text)
+            text += delta.text[len(text) - delta.offset :]
+            delivered += bytes_to_ids(delta.ids).tolist()
+    return text, delivered
 
 
 def test_stop_token_text_is_dropped(byte_level):
