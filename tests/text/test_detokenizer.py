@@ -219,6 +219,13 @@ def live(vocab, params, tokens, end=None, resumed=(), text=""):
     return text, delivered
 
 
+@pytest.mark.parametrize("stop", [("EN", "END"), ("END", "EN"), ("ND", "END")])
+def test_of_two_stop_strings_the_first_and_longest_counts(byte_level, stop):
+    token = byte_level.token_bytes.index(b"END")
+    deltas, _ = run(byte_level, [[65, token]], SamplingParams(stop=stop))
+    assert (deltas[-1].text, deltas[-1].stop_reason) == ("A", "END")
+
+
 def test_stop_token_text_is_dropped(byte_level):
     end = RequestEnd(rid=RID, reason="stop", stop_token=ord("B"))
     deltas, _ = run(byte_level, [[65], [66]], end=end)
