@@ -58,29 +58,26 @@ READY = RunnerReady(
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 
 
-def byte_vocabulary() -> Vocabulary:
-    """256 tokens, each a byte. Nobody asks its tokenizer: see `_Tokenizer`."""
-    return Vocabulary(
-        Tokenizer(models.BPE({}, [])),
-        [bytes([each]) for each in range(256)],
-        frozenset([EOS]),
-        (EOS,),
-        strips_first_space=False,
-        template=TEMPLATE,
-    )
+class ByteVocabulary(Vocabulary):
+    """256 tokens, each a byte."""
 
+    def __init__(self) -> None:
+        super().__init__(
+            Tokenizer(models.BPE({}, [])),  # nobody asks it
+            [bytes([each]) for each in range(256)],
+            frozenset([EOS]),
+            (EOS,),
+            strips_first_space=False,
+            template=TEMPLATE,
+        )
 
-class _Vocabulary(Vocabulary):
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return list(text.encode())
 
 
 class FakeEngine:
     def __init__(self, config: EngineConfig) -> None:
-        made = byte_vocabulary()
-        self._vocabulary = _Vocabulary(
-            made.tokenizer, made.token_bytes, made.special, made.eos_ids, False, made.template
-        )
+        self._vocabulary = ByteVocabulary()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         endpoints = Endpoints(config.run_dir)
         self._events = Publisher(self._context, endpoints.events)
@@ -89,6 +86,7 @@ class FakeEngine:
             Receiver.bind(self._context, endpoints.tokenizer(i)) for i in range(config.tokenizers)
         ]
         self._server = Sender(self._context, endpoints.server(0))
+        self._subscribed = False  # the server listens to Snapshots
         self._service = TokenizerService(self._vocabulary)
         self.generations = {"scheduler": 1, "runner-0": 1}
         for index in range(config.tokenizers):
@@ -117,15 +115,11 @@ class FakeEngine:
         runner = None if state == "starting" else READY
         snapshot = Snapshot(state=state, components=components, runner=runner)
         before = client.snapshot
-        while not self._subscribed:
-            await asyncio.sleep(0.001)
+        if not self._subscribed:
+            await until(self._events.has_new_subscribers)
+            self._subscribed = True
         self._events.send(snapshot)
         await until(lambda: client.snapshot is not before)
-
-    @property
-    def _subscribed(self) -> bool:
-        self._seen = getattr(self, "_seen", False) or self._events.has_new_subscribers()
-        return self._seen
 
     async def kill(self, client: EngineClient, name: str) -> None:
         """A component loses all that it knows, and the server hears that it was restarted."""
