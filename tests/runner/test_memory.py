@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -100,12 +102,15 @@ def test_available_memory_is_within_the_machine() -> None:
 
 
 def test_the_peak_of_a_step_is_seen() -> None:
-    def use() -> None:
-        torch.ones(16 << 20)  # 64 MiB
-
     if not memory.resident():
         pytest.skip("this system has no /proc/self/status")
-    assert 60 * MIB < memory.peak_of(use, torch.device("cpu")) < 90 * MIB
+    # In a process of its own: memory that other tests have freed would be used again.
+    code = (
+        "import torch; from tidemill.runner import memory;"
+        "print(memory.peak_of(lambda: torch.ones(16 << 20), torch.device('cpu')))"
+    )
+    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 60 * MIB < int(made.stdout) < 100 * MIB  # 64 MiB, and what torch loads on first use
 
 
 def test_out_of_memory_is_told_from_other_errors() -> None:
