@@ -110,7 +110,7 @@ def test_the_peak_of_a_step_is_seen() -> None:
         "print(memory.peak_of(lambda: torch.ones(16 << 20), torch.device('cpu')))"
     )
     made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert 60 * MIB < int(made.stdout) < 100 * MIB  # 64 MiB, and what torch loads on first use
+    assert 60 * MIB < int(made.stdout) < 90 * MIB  # 64 MiB, and a little on first use
 
 
 def test_out_of_memory_is_told_from_other_errors() -> None:
